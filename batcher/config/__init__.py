@@ -1,0 +1,22 @@
+"""Configuration: the knobs, and how they are read."""
+
+from batcher.config.load import from_mapping, load_model_config
+from batcher.config.schema import (
+    AxisConfig,
+    BatchingConfig,
+    FakeConfig,
+    ModelConfig,
+    ServerConfig,
+    SlotsConfig,
+)
+
+__all__ = [
+    "AxisConfig",
+    "BatchingConfig",
+    "FakeConfig",
+    "ModelConfig",
+    "ServerConfig",
+    "SlotsConfig",
+    "from_mapping",
+    "load_model_config",
+]

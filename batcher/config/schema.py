@@ -1,0 +1,300 @@
+"""Every knob of the daemon and of a model: one set of frozen dataclasses.
+
+A field's docstring is its documentation; a test sees to it that every field has one.
+Read from TOML, from `BATCHER_…` variables and from flags by `batcher.config.load`;
+checks that involve several fields stand in `__post_init__`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from batcher.errors import ConfigError
+
+FORBID = {"extra": "forbid"}
+
+EngineName = Literal["auto", "onnxruntime", "tensorrt", "fake"]
+TransportName = Literal["auto", "native", "grpcio"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingConfig:
+    """`[batching]`: when a batch closes and how large it is."""
+
+    __pydantic_config__ = FORBID
+
+    policy: str = "eager"
+    """`eager` runs when a slot is free; `window` waits out `max_delay_us`, as Triton's
+    dynamic batcher does."""
+
+    max_delay_us: int = 0
+    """The most a free slot may wait for a fuller batch (microseconds)."""
+
+    preferred: tuple[int, ...] = ()
+    """Batch sizes (rows) that leave before the delay is over (`window` only)."""
+
+    rungs: tuple[int, ...] = ()
+    """Batch sizes worth running, ascending; a batch is padded up to the next. Default:
+    every size, or the ladder of the engine's profiles."""
+
+    max_queue: int = 4096
+    """The most requests that wait; one more is refused as UNAVAILABLE."""
+
+    timeout_ms: float = 0.0
+    """The longest wait in the queue (milliseconds), 0 for none."""
+
+    allow_timeout_override: bool = True
+    """Whether a request's `timeout` parameter may shorten `timeout_ms`, or set a limit
+    where there is none."""
+
+    max_request_rows: int = 0
+    """The most rows of one request; one with more than `max_batch` is split. 0 for 64
+    times the largest batch."""
+
+    def __post_init__(self) -> None:
+        _at_least("batching.max_delay_us", self.max_delay_us, 0)
+        _at_least("batching.max_queue", self.max_queue, 1)
+        _at_least("batching.timeout_ms", self.timeout_ms, 0)
+        _at_least("batching.max_request_rows", self.max_request_rows, 0)
+        _ascending("batching.rungs", self.rungs)
+        _ascending("batching.preferred", self.preferred)
+        if self.preferred and self.policy != "window":
+            raise ConfigError(
+                "batching.preferred has no effect under batching.policy = "
+                f"{self.policy!r}; it needs 'window'"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsConfig:
+    """`[slots]`: how many batches run at the same time."""
+
+    __pydantic_config__ = FORBID
+
+    count: int = 1
+    """Slots per device."""
+
+    def __post_init__(self) -> None:
+        _at_least("slots.count", self.count, 1)
+        if self.count > 64:
+            raise ConfigError(f"slots.count must be at most 64, got {self.count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputAxisConfig:
+    """How an output follows a padded axis of the inputs."""
+
+    __pydantic_config__ = FORBID
+
+    axis: int
+    """Which axis of the output is cut back (0 is the batch)."""
+
+    ratio: float = 1.0
+    """Output elements per input element on that axis, such as 0.125 (rounded up)."""
+
+    follows: str = ""
+    """The axis it follows; may be left out, it is the table's own name."""
+
+    def __post_init__(self) -> None:
+        _at_least("axes.*.outputs.*.axis", self.axis, 1)
+        if self.ratio <= 0:
+            raise ConfigError(f"axes.*.outputs.*.ratio must be > 0, got {self.ratio}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisConfig:
+    """`[axes.NAME]`: a dynamic axis that may be padded, or has listed sizes."""
+
+    __pydantic_config__ = FORBID
+
+    buckets: tuple[int, ...] = ()
+    """Sizes an input is padded to on this axis, ascending."""
+
+    sizes: tuple[int, ...] = ()
+    """The only sizes allowed, where padding is not."""
+
+    pad: dict[str, float] = field(default_factory=dict)
+    """Per input that has this axis, the value it is padded with."""
+
+    inputs: dict[str, int] = field(default_factory=dict)
+    """Per input, which of its axes this is. Default: where the model names it so."""
+
+    outputs: dict[str, OutputAxisConfig] = field(default_factory=dict)
+    """Per output that has this axis, how it is cut back. Outputs not named here must
+    not depend on the axis's size."""
+
+    too_long: Literal["reject", "truncate"] = "reject"
+    """What to do with a request that is longer than the largest bucket."""
+
+    def __post_init__(self) -> None:
+        _ascending("axes.*.buckets", self.buckets)
+        _ascending("axes.*.sizes", self.sizes)
+        if bool(self.buckets) == bool(self.sizes):
+            raise ConfigError("an [axes.*] table needs either buckets or sizes")
+        if self.sizes and (self.pad or self.too_long == "truncate"):
+            raise ConfigError("axes.*.sizes forbids padding; pad and truncate need buckets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeTensorConfig:
+    """An input or output of a fake engine."""
+
+    __pydantic_config__ = FORBID
+
+    name: str
+    """Its name."""
+
+    dtype: str = "FP32"
+    """Its datatype, such as FP32 or BYTES."""
+
+    shape: tuple[int, ...] = ()
+    """Its shape without the batch axis; -1 for a dynamic axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeConfig:
+    """`[fake]`: what a model with `engine = "fake"` pretends to be."""
+
+    __pydantic_config__ = FORBID
+
+    base_ms: float = 0.0
+    """Milliseconds of every run."""
+
+    per_row_us: float = 0.0
+    """Microseconds a run takes longer per row."""
+
+    sleep: bool = True
+    """Whether the time is really slept."""
+
+    fail_value: float | None = None
+    """When set, a run whose first input holds this value fails."""
+
+    inputs: tuple[FakeTensorConfig, ...] = ()
+    """The inputs."""
+
+    outputs: tuple[FakeTensorConfig, ...] = ()
+    """The outputs; each echoes the input of the same position."""
+
+    def __post_init__(self) -> None:
+        _at_least("fake.base_ms", self.base_ms, 0)
+        _at_least("fake.per_row_us", self.per_row_us, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A model's file, `<model>/model.toml`; all of it is optional."""
+
+    __pydantic_config__ = FORBID
+
+    engine: EngineName = "auto"
+    """The back end; `auto` goes by the kind of file."""
+
+    max_batch: int = 0
+    """Rows of the largest batch; 0 for 64, or 1 where the model cannot batch."""
+
+    batch_axis: Literal["auto", "none"] = "auto"
+    """`auto`: axis 0, where the model's file has it dynamic in all inputs and outputs;
+    `none`: every request is a run of its own, with its shapes as they are."""
+
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    """When a batch closes."""
+
+    slots: SlotsConfig = field(default_factory=SlotsConfig)
+    """How many batches run at the same time."""
+
+    axes: dict[str, AxisConfig] = field(default_factory=dict)
+    """Dynamic axes that may be padded, by name."""
+
+    fake: FakeConfig | None = None
+    """For `engine = "fake"`."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_batch", self.max_batch, 0)
+        if self.max_batch > 65536:
+            raise ConfigError(f"max_batch must be at most 65536, got {self.max_batch}")
+        if self.batch_axis == "none" and self.max_batch > 1:
+            raise ConfigError(
+                f'batch_axis = "none" and max_batch = {self.max_batch} contradict'
+            )
+        rungs = self.batching.rungs
+        if rungs and self.max_batch and rungs[-1] != self.max_batch:
+            raise ConfigError(
+                f"batching.rungs ends at {rungs[-1]}, but max_batch is {self.max_batch}; "
+                "they must be equal, or leave one of them out"
+            )
+        preferred = self.batching.preferred
+        if preferred and self.max_batch and preferred[-1] > self.max_batch:
+            raise ConfigError(
+                f"batching.preferred has {preferred[-1]}, but max_batch is "
+                f"{self.max_batch}"
+            )
+        if self.max_batch and self.batching.max_queue < self.max_batch:
+            raise ConfigError(
+                f"batching.max_queue = {self.batching.max_queue} keeps batches of "
+                f"max_batch = {self.max_batch} rows from filling; raise the one or "
+                "lower the other"
+            )
+        if (self.engine == "fake") != (self.fake is not None):
+            raise ConfigError('engine = "fake" and a [fake] table need each other')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The daemon's own knobs; flags of `batcher serve`."""
+
+    __pydantic_config__ = FORBID
+
+    grpc_address: tuple[str, ...] = ("127.0.0.1:8001",)
+    """Where to listen for gRPC: HOST:PORT or unix:PATH, any number of them."""
+
+    http_address: str = "127.0.0.1:8002"
+    """Where /metrics, /livez and /readyz are served; `none` for nowhere."""
+
+    transport: TransportName = "auto"
+    """Who speaks gRPC: `native` is fast and for trusted networks, `grpcio` does what it
+    cannot; `auto` takes native on loopback and Unix sockets, grpcio elsewhere."""
+
+    socket_mode: int = 0o660
+    """Permission bits of Unix sockets."""
+
+    max_message_mb: int = 64
+    """Largest message (MiB); hard on grpcio, checked after receipt on native."""
+
+    max_in_flight_mb: int = 0
+    """Most bytes of requests in the daemon (MiB); 0 for a quarter of memory."""
+
+    drain_timeout_s: float = 30.0
+    """How long SIGTERM waits for what was accepted (seconds)."""
+
+    strict_triton_codes: bool = False
+    """Answer Triton's status codes where they differ from ours."""
+
+    log_format: Literal["text", "json"] = "text"
+    """One line of text, or one JSON object, per log record."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is logged."""
+
+    def __post_init__(self) -> None:
+        if not self.grpc_address:
+            raise ConfigError("at least one gRPC address is needed")
+        if len(set(self.grpc_address)) != len(self.grpc_address):
+            raise ConfigError("a gRPC address is given twice")
+        _at_least("max_message_mb", self.max_message_mb, 1)
+        if self.max_message_mb > 2047:  # gRPC's lengths are signed 32-bit
+            raise ConfigError("max_message_mb must be at most 2047")
+        _at_least("max_in_flight_mb", self.max_in_flight_mb, 0)
+        _at_least("drain_timeout_s", self.drain_timeout_s, 0)
+        if not 0 <= self.socket_mode <= 0o777:
+            raise ConfigError("socket_mode must be between 0 and 0777 (octal)")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _ascending(name: str, values: tuple[int, ...]) -> None:
+    if any(v < 1 for v in values) or list(values) != sorted(set(values)):
+        raise ConfigError(f"{name} must be ascending and positive, got {list(values)}")

@@ -1,0 +1,1 @@
+"""The wire: messages, codec, status table, services and transports."""

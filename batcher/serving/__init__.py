@@ -1,0 +1,1 @@
+"""The daemon's life: models, the event loop's driver, health, metrics, signals."""

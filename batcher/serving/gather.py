@@ -1,0 +1,102 @@
+"""Copy the rows of a batch into a slot's staging: once, straight from the messages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from batcher.scheduling import Batch
+from batcher.serving.request import InferRequest
+from batcher.serving.shapes import GroupFit, ModelShapes, RequestFit
+from engines import Staging
+
+_VIEW_BYTES: Final = 16_384
+"""From here on a view is cheaper than the intermediate bytes object it saves."""
+
+
+def gather(batch: Batch, staging: Staging, shapes: ModelShapes) -> None:
+    """Fills the inputs of `staging` with the rows of `batch`, padded to its rung.
+
+    Spare rows are copies of row 0: real values, since zeros can divide by zero.
+    """
+    requests: list[InferRequest] = batch.requests  # type: ignore[assignment]
+    fit: GroupFit = requests[0].plan.fit.group
+    for index, spec in enumerate(shapes.inputs):
+        if spec.dtype == "BYTES":
+            staging.objects[index] = _objects(batch, requests, index)
+            continue
+        row_bytes = fit.in_row_bytes[index]
+        view = staging.reserve_input(index, batch.rung * row_bytes)
+        if all(request.plan.fit.exact for request in requests):
+            end = _copy_exact(requests, index, view, row_bytes)
+        else:
+            end = _copy_padded(batch, staging, shapes, index)
+        if batch.rung > batch.rows and row_bytes:
+            spare = batch.rung - batch.rows
+            view[end : end + spare * row_bytes] = bytes(view[:row_bytes]) * spare
+
+
+def _copy_exact(
+    requests: list[InferRequest], index: int, view: memoryview, row_bytes: int
+) -> int:
+    """Copies rows that need no padding; returns the bytes written."""
+    at = 0
+    for request in requests:
+        offset, size = request.plan.spans[index]
+        start = request.base + offset
+        if request.parent is not None:
+            start += request.first_row * row_bytes
+            size = request.rows * row_bytes
+        if size < _VIEW_BYTES:
+            view[at : at + size] = request.payload[start : start + size]
+        else:
+            view[at : at + size] = memoryview(request.payload)[start : start + size]
+        at += size
+    return at
+
+
+def _copy_padded(
+    batch: Batch, staging: Staging, shapes: ModelShapes, index: int
+) -> int:
+    """Copies rows of different lengths, and fills them up with the pad value."""
+    requests: list[InferRequest] = batch.requests  # type: ignore[assignment]
+    group: GroupFit = requests[0].plan.fit.group
+    array = staging.input_array(index, group.input_shapes(batch.rung)[index])
+    pad = shapes.pad_values[index]
+    spec = shapes.inputs[index]
+    row = 0
+    for request in requests:
+        fit: RequestFit = request.plan.fit
+        sent = request.plan.shapes[index]
+        tail = sent[1:] if shapes.batched else sent
+        offset, _ = request.plan.spans[index]
+        count = request.rows * math.prod(tail)
+        start = request.base + offset
+        start += request.first_row * math.prod(tail) * spec.itemsize
+        rows: Any = np.frombuffer(request.payload, spec.numpy, count, start)
+        target = array[row : row + request.rows] if shapes.batched else array
+        used = tuple(slice(size) for size in fit.taken[index])
+        if fit.taken[index] != group.in_tails[index]:
+            target[...] = pad
+        if shapes.batched:
+            used = (slice(None), *used)
+            tail = (request.rows, *tail)
+        target[used] = rows.reshape(tail)[used]
+        row += request.rows
+    return batch.rows * group.in_row_bytes[index]
+
+
+def _objects(batch: Batch, requests: list[InferRequest], index: int) -> Any:
+    """The BYTES elements of all rows, as one object array."""
+    arrays = []
+    for request in requests:
+        array = (request.objects or [])[index]
+        if request.parent is not None:
+            array = array[request.first_row : request.first_row + request.rows]
+        arrays.append(array)
+    if batch.rung > batch.rows:
+        spare = arrays[0][:1]
+        arrays.extend([spare] * (batch.rung - batch.rows))
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,365 @@
+"""One served model version: its scheduler, its slots, its books.
+
+Requests come in by `submit`; `turn` does, on the event loop, everything that is to be
+done for the model: takes what its slots have finished, answers, polls the scheduler and
+carries out its decisions.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from batcher.config import ModelConfig
+from batcher.errors import BatcherError, EngineFailure, ModelNotReady, QueueFull
+from batcher.rpc import messages, response
+from batcher.rpc.header import InferPlan
+from batcher.rpc.request import ParsedRequest
+from batcher.rpc.signature import ModelSignature
+from batcher.rpc.status import StatusTable
+from batcher.rpc.transport import Reply
+from batcher.scheduling import DONE, NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
+from batcher.serving.answer import BatchOutputs, encode, joined
+from batcher.serving.describe import config_message
+from batcher.serving.gather import gather
+from batcher.serving.request import InferRequest
+from batcher.serving.shapes import ModelShapes
+from batcher.serving.statistics import ModelStatistics
+from engines import Completion, Engine, EngineDeadError, Slot
+
+if TYPE_CHECKING:
+    from batcher.scheduling import Batch
+
+
+class Budget:
+    """Bytes of requests in the daemon, and their limit."""
+
+    __slots__ = ("limit", "used")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+
+class Model:
+    """See the module's text.
+
+    Args:
+        signature: what callers see.
+        config: the model's file.
+        engine: the loaded network; the model closes it.
+        shapes: the shape rules.
+        rungs: batch sizes worth running.
+        budget: the daemon's, shared by all models.
+        status: the table of codes.
+        touch, touch_here: ask the driver to call `turn` soon, from any thread and
+            from the event loop's.
+    """
+
+    def __init__(
+        self,
+        signature: ModelSignature,
+        config: ModelConfig,
+        engine: Engine,
+        shapes: ModelShapes,
+        rungs: tuple[int, ...],
+        budget: Budget,
+        status: StatusTable,
+        touch: Callable[[Model], None],
+        touch_here: Callable[[Model], None],
+    ) -> None:
+        self.signature = signature
+        self.config = config
+        self.engine = engine
+        self.shapes = shapes
+        self.rungs = rungs
+        self.statistics = ModelStatistics()
+        self.wakeup_ns = NEVER
+        self.touched = False  # the driver's mark
+        self.dead: BaseException | None = None
+        self._budget = budget
+        self._status = status
+        self._touch_here = touch_here
+        self._head = response.head(signature)
+        self._refusal: BatcherError | None = None  # why it takes nothing new
+        batching = config.batching
+        self._timeout_ns = int(batching.timeout_ms * 1e6)
+        self._override = batching.allow_timeout_override
+        options = PolicyOptions(
+            max_delay_ns=batching.max_delay_us * 1000,
+            preferred_rows=batching.preferred,
+        )
+        self.scheduler = Scheduler(
+            POLICIES[batching.policy](options),
+            slots=config.slots.count,
+            max_queue=batching.max_queue,
+        )
+        name = f"{signature.name}/{signature.version}"
+        self._slots = [
+            Slot(engine, f"slot {name} #{i}", lambda: touch(self))
+            for i in range(config.slots.count)
+        ]
+        self._running: list[list[tuple[Batch, int, int]]] = [[] for _ in self._slots]
+
+    # -- requests -------------------------------------------------------------------
+
+    def plan(
+        self, parsed: ParsedRequest, spans: tuple[tuple[int, int], ...]
+    ) -> InferPlan:
+        """Finds the group of a request, and how its rows fit there.
+
+        Raises:
+            InvalidRequest: a size that no bucket holds.
+        """
+        plan = InferPlan(self, self.signature, parsed, spans)
+        plan.fit = self.shapes.fit(parsed.shapes)
+        plan.group = self.scheduler.group(plan.fit.group.in_tails, self.rungs)
+        return plan
+
+    def submit(
+        self,
+        plan: InferPlan,
+        payload: bytes,
+        base: int,
+        id_field: bytes,
+        reply: Reply,
+        call: Any,
+        deadline_ns: int | None,
+        objects: list[Any] | None = None,
+    ) -> InferRequest:
+        """Queues a request; its answer goes to `reply`.
+
+        Raises:
+            QueueFull: the queue or the in-flight bytes are at their limit.
+            ModelNotReady, ShuttingDown: the model takes nothing new.
+        """
+        if self._refusal is not None:
+            raise copy.copy(self._refusal)
+        budget = self._budget
+        size = len(payload)
+        if budget.used + size > budget.limit:
+            raise QueueFull(
+                f"{budget.used} bytes of requests are in flight and the limit is "
+                f"{budget.limit}; try again later"
+            )
+        now_ns = time.monotonic_ns()
+        timeout_ns = self._timeout_ns
+        asked_ns = plan.parameters.timeout_us * 1000
+        if asked_ns and self._override and (asked_ns < timeout_ns or not timeout_ns):
+            timeout_ns = asked_ns
+        request = InferRequest(
+            plan,
+            payload,
+            base,
+            id_field,
+            reply,
+            call,
+            NEVER if deadline_ns is None else deadline_ns,
+            now_ns + timeout_ns if timeout_ns else NEVER,
+        )
+        if objects is not None:
+            request.objects = objects
+        self.scheduler.submit(request, now_ns)
+        budget.used += size
+        if not self.touched:
+            self._touch_here(self)
+        return request
+
+    def cancel(self, request: InferRequest) -> None:
+        """The caller has gone: the request leaves the queue, or its answer is dropped."""
+        if request.reply is not None:
+            now_ns = time.monotonic_ns()
+            self.scheduler.cancel(request)
+            self._forget(request)
+            self.statistics.fail("CANCELED", now_ns - request.arrival_ns)
+            self._touch_here(self)  # a batch behind it may be complete now
+
+    # -- the turn -------------------------------------------------------------------
+
+    def turn(self, now_ns: int) -> None:
+        """Does everything that is to be done now; sets `wakeup_ns`."""
+        for index, slot in enumerate(self._slots):
+            for completion in slot.completions():
+                self._completed(index, slot, completion, now_ns)
+        self._poll(now_ns)
+        self.wakeup_ns = self.scheduler.next_wakeup_ns()
+
+    def _poll(self, now_ns: int) -> None:
+        for decision in self.scheduler.poll(now_ns):
+            if isinstance(decision, Dispatch):
+                self._dispatch(decision.slot, decision.batch)
+            else:
+                self._fail(decision.request, decision.error)  # type: ignore[arg-type]
+
+    def _dispatch(self, index: int, batch: Batch) -> None:
+        slot = self._slots[index]
+        staging = slot.acquire()
+        begin_ns = time.monotonic_ns()
+        gather(batch, staging, self.shapes)
+        fit = batch.requests[0].plan.fit.group  # type: ignore[attr-defined]
+        gathered_ns = time.monotonic_ns() - begin_ns
+        self._running[index].append((batch, begin_ns, gathered_ns))
+        rung = batch.rung
+        slot.start(staging, fit.input_shapes(rung), fit.output_shapes(rung))
+
+    def _completed(
+        self, index: int, slot: Slot, completion: Completion, now_ns: int
+    ) -> None:
+        batch, begin_ns, gathered_ns = self._running[index].pop(0)
+        error: BatcherError | None = None
+        outputs: BatchOutputs | None = None
+        if completion.error is not None:
+            error = EngineFailure(
+                f"model {self.signature.name!r} failed: {completion.error}"
+            )
+        else:
+            try:
+                outputs = BatchOutputs(completion.outputs, batch.rung, self.shapes)
+            except BatcherError as wrong:
+                error = wrong
+        dead = isinstance(completion.error, EngineDeadError)
+        if dead:
+            self.dead = completion.error
+            name = self.signature.name
+            self._refusal = ModelNotReady(f"model {name!r}: its engine is dead")
+        run_ns = completion.ended_ns - completion.started_ns
+        self.scheduler.complete(index, now_ns, run_ns=run_ns, error=error, retry=not dead)
+        if not self._running[index]:
+            self._poll(now_ns)  # the slot is idle: its next batch comes first
+        if outputs is not None:
+            started_ns = max(completion.started_ns, begin_ns)
+            self._answer(batch, outputs, started_ns, run_ns, gathered_ns)
+        slot.release(completion.staging)
+
+    def _answer(
+        self,
+        batch: Batch,
+        outputs: BatchOutputs,
+        started_ns: int,
+        run_ns: int,
+        gathered_ns: int,
+    ) -> None:
+        head = self._head
+        stats = self.statistics
+        latency, waiting = stats.latency, stats.waiting
+        budget = self._budget
+        requests: list[InferRequest] = batch.requests  # type: ignore[assignment]
+        answer = outputs.answer
+        begin_ns = time.monotonic_ns()
+        row = answered = answered_rows = arrivals_ns = 0
+        for request in requests:
+            reply = request.reply
+            if request.parent is not None:
+                self._answer_part(request, outputs, row, started_ns, run_ns)
+            elif reply is not None:
+                reply.respond(request.call, answer(head, request, row))
+                request.reply = None
+                budget.used -= request.size
+                arrival_ns = request.arrival_ns
+                latency.add(begin_ns - arrival_ns)
+                waiting.add(started_ns - arrival_ns)
+                arrivals_ns += arrival_ns
+                answered += 1
+                answered_rows += request.rows
+            row += request.rows
+        end_ns = time.monotonic_ns()
+        stats.run(batch.rows, batch.rung, gathered_ns, run_ns)
+        stats.batches[batch.rows].output_ns += end_ns - begin_ns
+        if answered:
+            stats.requests += answered
+            stats.rows += answered_rows
+            stats.success_ns += answered * end_ns - arrivals_ns
+            stats.queue_ns += answered * started_ns - arrivals_ns
+            stats.input_ns += answered * gathered_ns
+            stats.infer_ns += answered * run_ns
+            stats.output_ns += answered * (end_ns - begin_ns)
+            stats.last_ms = time.time_ns() // 1_000_000
+
+    def _answer_part(
+        self,
+        part: InferRequest,
+        outputs: BatchOutputs,
+        row: int,
+        started_ns: int,
+        run_ns: int,
+    ) -> None:
+        """Keeps a part's rows; answers the whole request with its last part."""
+        whole: InferRequest = part.parent  # type: ignore[assignment]
+        if whole.reply is None:
+            return
+        part.chunks = outputs.chunks(part, row)
+        if whole.state != DONE or any(
+            p.chunks is None for p in whole.parts or ()  # type: ignore[attr-defined]
+        ):
+            return
+        whole.reply.respond(whole.call, encode(self._head, whole, joined(whole)))
+        self._forget(whole)
+        now_ns = time.monotonic_ns()
+        stats = self.statistics
+        stats.requests += 1
+        stats.rows += whole.rows
+        stats.success_ns += now_ns - whole.arrival_ns
+        stats.queue_ns += started_ns - whole.arrival_ns
+        stats.infer_ns += run_ns
+        stats.latency.add(now_ns - whole.arrival_ns)
+        stats.waiting.add(started_ns - whole.arrival_ns)
+        stats.last_ms = time.time_ns() // 1_000_000
+
+    def _fail(self, request: InferRequest, error: BatcherError) -> None:
+        reply = request.reply
+        if reply is None:
+            return
+        call = request.call
+        self._forget(request)
+        reason = "BACKEND" if isinstance(error, EngineFailure) else "REJECTED"
+        self.statistics.fail(reason, time.monotonic_ns() - request.arrival_ns)
+        reply.fail(call, *self._status.status(error))
+
+    def _forget(self, request: InferRequest) -> None:
+        request.reply = None
+        request.call = None
+        request.payload = b""
+        request.objects = None
+        self._budget.used -= request.size
+
+    # -- life -----------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return self._refusal is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return self.scheduler.idle
+
+    def drain(self, refusal: BatcherError) -> None:
+        """Takes nothing new; what was accepted is run without waiting for more.
+
+        Args:
+            refusal: what new requests are answered with.
+        """
+        self._refusal = refusal
+        self.scheduler.drain()
+        self._touch_here(self)
+
+    def close(self) -> None:
+        """Ends the slots and closes the engine; call it when idle."""
+        for slot in self._slots:
+            slot.close()
+        self.engine.close()
+
+    def refused(self) -> None:
+        """Counts a request that did not pass validation."""
+        self.statistics.fail("OTHER", 0)
+
+    def config_message(self) -> messages.ModelConfig:
+        """The configuration in force, as Triton's message."""
+        return config_message(self.signature, self.config, self.rungs)
+
+    def message(self) -> messages.ModelStatistics:
+        """Its books as Triton's message."""
+        return self.statistics.message(self.signature.name, self.signature.version)

@@ -1,0 +1,303 @@
+"""The daemon: bind, load, serve, drain. The whole life of a process, top to bottom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batcher import __version__
+from batcher.config import ServerConfig
+from batcher.errors import BatcherError, ConfigError
+from batcher.rpc.grpcio import GrpcioTransport
+from batcher.rpc.native import NativeTransport
+from batcher.rpc.service import Service
+from batcher.rpc.status import StatusTable
+from batcher.rpc.transport import Address, Transport
+from batcher.serving.describe import ladder
+from batcher.serving.directory import ModelDirectory
+from batcher.serving.driver import Driver
+from batcher.serving.health import Health
+from batcher.serving.http import HttpServer
+from batcher.serving.loader import LoadedModel, load, seed_costs
+from batcher.serving.metrics import ModelCollector, exposition
+from batcher.serving.model import Budget, Model
+from batcher.serving.repository import ModelSource, find_models
+from engines import EngineError
+
+log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread that wants the interpreter lock waits before it asks for it. The
+default, 5 ms, is longer than a batch: a slot would idle while the loop is busy."""
+
+
+class Server:
+    """One daemon.
+
+    Args:
+        config: its knobs.
+        paths: models and repositories.
+        overrides: values that win over every model's file.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        paths: Sequence[Path],
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._config = config
+        self._sources = find_models(paths)
+        self._overrides = overrides or {}
+        self._addresses = [Address.parse(text) for text in config.grpc_address]
+        self._http_address = (
+            None if config.http_address == "none" else Address.parse(config.http_address)
+        )
+        self._status = StatusTable(strict_triton=config.strict_triton_codes)
+        self._directory = ModelDirectory()
+        self._service = Service(self._directory, self._status, __version__)
+        self._health = Health()
+        limit = config.max_in_flight_mb << 20 or _memory_bytes() // 4
+        self._budget = Budget(limit)
+        self._transports: list[Transport] = []
+        self._fallback_folder: str | None = None
+        self._http: HttpServer | None = None
+        self._stop = asyncio.Event()
+        self._signals = 0
+        self._groups: list[Any] = []  # keeps the warm groups and their costs alive
+
+    async def run(self) -> int:
+        """Serves until a signal; returns the exit code.
+
+        Raises:
+            ConfigError: an address cannot be bound, or no model can be loaded.
+        """
+        started = time.monotonic()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        self._driver = Driver(loop)
+        try:
+            await self._bind()
+            await self._load()
+            if not self._stop.is_set():
+                seconds = time.monotonic() - started
+                print(self._ready_line(seconds), file=sys.stderr, flush=True)
+            gc.collect()
+            gc.freeze()  # what lives as long as the daemon need not be looked at again
+            await self._stop.wait()
+            return await self._drain()
+        finally:
+            await self._close()
+
+    # -- start ------------------------------------------------------------------------
+
+    async def _bind(self) -> None:
+        """Listens everywhere, before models are loaded: a taken port fails at once."""
+        await self._health.set_ready(False)
+        config = self._config
+        limit = config.max_message_mb << 20
+        native = [a for a in self._addresses if self._is_native(a)]
+        others = [a for a in self._addresses if not self._is_native(a)]
+        fallback: str | None = None
+        if native:
+            self._fallback_folder = tempfile.mkdtemp(prefix="batcher-")
+            fallback = os.path.join(self._fallback_folder, "streams.sock")
+            others.append(Address(path=fallback))
+        if others:
+            await self._start(
+                GrpcioTransport(
+                    others,
+                    self._service,
+                    self._service.methods,
+                    self._health.install,
+                    self._driver.wake_here,
+                    max_message_bytes=limit,
+                    socket_mode=config.socket_mode,
+                )
+            )
+        for address in native:
+            await self._start(
+                NativeTransport(
+                    address,
+                    self._service,
+                    self._service.methods,
+                    self._driver.wake,
+                    self._status,
+                    max_message_bytes=limit,
+                    socket_mode=config.socket_mode,
+                    fallback=fallback,
+                )
+            )
+        self._driver.serve(self._transports)
+        if self._http_address is not None:
+            collector = ModelCollector(self._directory.all, self._budget)
+            self._http = HttpServer(
+                self._http_address,
+                lambda: self._directory.ready,
+                lambda: exposition(collector),
+            )
+
+    def _is_native(self, address: Address) -> bool:
+        choice = self._config.transport
+        if choice == "auto":
+            return address.local
+        if choice == "native" and not address.local:
+            log.warning(
+                "%s: the native transport has no TLS and no hard limit on what "
+                "compressed messages unfold to; use it on trusted networks only",
+                address,
+            )
+        return choice == "native"
+
+    async def _start(self, transport: Transport) -> None:
+        await transport.start()
+        self._transports.append(transport)
+
+    async def _load(self) -> None:
+        self._directory.expect(self._sources)
+        loop = asyncio.get_running_loop()
+        for source in self._sources:
+            if self._stop.is_set():
+                return
+            try:
+                loaded = await loop.run_in_executor(
+                    None, load, source, self._overrides
+                )
+            except (BatcherError, EngineError) as error:
+                for line in str(error).splitlines():
+                    log.error("model %r cannot be served: %s", source.name, line)
+                self._directory.failed(source.name, str(error))
+            except Exception as bug:
+                log.exception("model %r cannot be served", source.name)
+                self._directory.failed(source.name, str(bug))
+            else:
+                self._serve_model(loaded)
+        if not self._directory.all() and not self._stop.is_set():
+            raise ConfigError("none of the models can be served (see above)")
+        self._directory.loading = False
+        await self._health.set_ready(self._directory.ready)
+
+    def _serve_model(self, loaded: LoadedModel) -> None:
+        model = Model(
+            loaded.signature,
+            loaded.config,
+            loaded.engine,
+            loaded.shapes,
+            loaded.rungs,
+            self._budget,
+            self._status,
+            self._driver.touch,
+            self._driver.touch_here,
+        )
+        self._groups += seed_costs(
+            loaded.warm_up, model.scheduler.group, loaded.rungs
+        )
+        self._directory.add(model)
+        self._service.models_changed()
+
+    def _ready_line(self, seconds: float) -> str:
+        addresses = [a for t in self._transports for a in t.addresses]
+        private = self._fallback_folder or "\0"
+        shown = [a for a in addresses if private not in a]
+        models = [_described(model) for model in self._directory.all()]
+        if self._http is not None:
+            shown.append(f"http {self._http.address}")
+        return (
+            f"batcher {__version__} ready in {seconds:.2f} s on {', '.join(shown)}: "
+            + "; ".join(models)
+        )
+
+    # -- end --------------------------------------------------------------------------
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            os._exit(130)
+        self._stop.set()
+
+    async def _drain(self) -> int:
+        """Answers what was accepted, then returns the exit code."""
+        self._directory.drain()
+        await self._health.set_ready(False)
+        log.info("draining: %d requests in flight", self._in_flight())
+        deadline = time.monotonic() + self._config.drain_timeout_s
+        while self._in_flight() or not all(m.idle for m in self._directory.all()):
+            if time.monotonic() > deadline:
+                log.error("drain timed out: %d requests lost", self._in_flight())
+                return 1
+            await asyncio.sleep(0.005)
+        log.info("drained")
+        return 0
+
+    def _in_flight(self) -> int:
+        return sum(transport.in_flight for transport in self._transports)
+
+    async def _close(self) -> None:
+        if self._http is not None:
+            self._http.close()
+        # The fronts first: they may still hand streams over to the fallback.
+        for transport in reversed(self._transports):
+            await transport.stop()
+        for model in self._directory.all():
+            self._driver.forget(model)
+            if model.idle:
+                model.close()
+        self._driver.close()
+        if self._fallback_folder is not None:
+            shutil.rmtree(self._fallback_folder, ignore_errors=True)
+
+
+def serve(
+    config: ServerConfig,
+    paths: Sequence[Path],
+    overrides: Mapping[str, Any] | None = None,
+) -> int:
+    """Runs a daemon in this process until a signal; returns the exit code.
+
+    Raises:
+        ConfigError: see `Server`.
+    """
+
+    async def main() -> int:
+        return await Server(config, paths, overrides).run()
+
+    with contextlib.suppress(ImportError):  # no uvloop on this system
+        import uvloop
+
+        return uvloop.run(main())
+    return asyncio.run(main())
+
+
+def _described(model: Model) -> str:
+    parts = [f"rungs {ladder(model.rungs)}"]
+    if not model.signature.batched:
+        parts = ["not batched"]
+    for rule in model.shapes.rules:
+        kind = "buckets" if rule.padded else "sizes"
+        parts.append(f"{rule.name} {kind} {','.join(map(str, rule.buckets))}")
+    signature = model.signature
+    return f"{signature.name}/{signature.version} ({', '.join(parts)})"
+
+
+def _memory_bytes() -> int:
+    """Memory of this machine, or of the control group that limits the process."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+__all__ = ["ModelSource", "Server", "serve"]

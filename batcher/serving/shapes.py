@@ -1,0 +1,312 @@
+"""From a request's shapes to its place in a batch: groups, buckets, cuts.
+
+`ModelShapes` holds the rules of one model (which axes may be padded, to what), made
+once at load from the engine and the model's file. `GroupFit` is shared by all requests
+of a group, `RequestFit` by all requests with the same header.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from batcher.config import AxisConfig
+from batcher.errors import ConfigError, InvalidRequest
+from batcher.rpc.request import Shape
+from engines import TensorSpec
+
+EXACT: Final = ()
+"""The cuts of an output that is answered as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRule:
+    """One `[axes.NAME]` table, resolved against the model.
+
+    Attributes:
+        name: of the table.
+        places: (input index, axis) of every input axis it governs.
+        buckets: sizes to pad to, or the allowed sizes, ascending.
+        padded: whether padding is allowed.
+        truncate: whether what is longer than the largest bucket is cut.
+        pad: per input index, the pad value.
+        outputs: per output index, (axis, ratio) to cut back.
+    """
+
+    name: str
+    places: tuple[tuple[int, int], ...]
+    buckets: tuple[int, ...]
+    padded: bool
+    truncate: bool
+    pad: dict[int, float]
+    outputs: dict[int, tuple[int, float]]
+
+    def bucket(self, size: int) -> int:
+        """The size that `size` is run at.
+
+        Raises:
+            InvalidRequest: no bucket holds it; the text names those there are.
+        """
+        if self.padded:
+            for bucket in self.buckets:
+                if bucket >= size:
+                    return bucket
+            if self.truncate:
+                return self.buckets[-1]
+        elif size in self.buckets:
+            return size
+        what = "at most" if self.padded else "one of"
+        sizes = self.buckets[-1] if self.padded else list(self.buckets)
+        raise InvalidRequest(
+            f"axis {self.name!r} has {size} elements; it must have {what} {sizes}"
+        )
+
+
+class GroupFit:
+    """How batches of one group lie in the buffers.
+
+    Attributes:
+        in_tails: per input, the shape of one row (of the whole, when not batched).
+        in_row_bytes: per input, bytes of one row (0 for BYTES).
+        out_tails: per output, the shape of one row, None where it is not known.
+    """
+
+    __slots__ = ("_batched", "in_row_bytes", "in_tails", "out_tails")
+
+    def __init__(
+        self,
+        batched: bool,
+        in_tails: tuple[Shape, ...],
+        in_row_bytes: tuple[int, ...],
+        out_tails: tuple[Shape | None, ...],
+    ) -> None:
+        self._batched = batched
+        self.in_tails = in_tails
+        self.in_row_bytes = in_row_bytes
+        self.out_tails = out_tails
+
+    def input_shapes(self, rows: int) -> list[Shape]:
+        """Per input, the shape of a batch of `rows`."""
+        if not self._batched:
+            return list(self.in_tails)
+        return [(rows, *tail) for tail in self.in_tails]
+
+    def output_shapes(self, rows: int) -> list[Shape | None]:
+        """Per output, the shape of a batch of `rows`, None where it is not known."""
+        if not self._batched:
+            return list(self.out_tails)
+        return [None if tail is None else (rows, *tail) for tail in self.out_tails]
+
+
+class RequestFit:
+    """How the rows of requests with one header fit their group's batches.
+
+    Attributes:
+        group: the group's fit.
+        exact: whether the rows can be copied as they are (no axis is padded or cut).
+        taken: per input, the shape of one row that is used (less than what was sent
+            where it is truncated).
+        cuts: per output, ((axis, size), …) to cut the answer back to.
+    """
+
+    __slots__ = ("cuts", "exact", "group", "taken")
+
+    def __init__(
+        self,
+        group: GroupFit,
+        exact: bool,
+        taken: tuple[Shape, ...],
+        cuts: tuple[tuple[tuple[int, int], ...], ...],
+    ) -> None:
+        self.group = group
+        self.exact = exact
+        self.taken = taken
+        self.cuts = cuts
+
+
+class ModelShapes:
+    """The shape rules of one model.
+
+    Args:
+        inputs, outputs: of the engine.
+        batched: whether axis 0 of all of them is the batch.
+        axes: the `[axes.*]` tables.
+
+    Raises:
+        ConfigError: a table names an axis, input or output that is not there.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        batched: bool,
+        axes: dict[str, AxisConfig],
+    ) -> None:
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.batched = batched
+        self.rules = tuple(self._rule(n, config) for n, config in axes.items())
+        self.predict_outputs = True
+        """Whether output shapes follow from the axis names (warm-up checks it)."""
+
+    @property
+    def pad_values(self) -> list[float]:
+        """Per input, the value that its padding holds."""
+        values = [0.0] * len(self.inputs)
+        for rule in self.rules:
+            for index, value in rule.pad.items():
+                values[index] = value
+        return values
+
+    def fit(self, shapes: tuple[Shape, ...]) -> RequestFit:
+        """The fit of a request with these input shapes (batch axis included).
+
+        Raises:
+            InvalidRequest: an axis has a size that no bucket holds.
+        """
+        first = 1 if self.batched else 0
+        padded = [list(shape) for shape in shapes]
+        taken = [list(shape) for shape in shapes]
+        cuts: list[list[tuple[int, int]]] = [[] for _ in self.outputs]
+        exact = True
+        for rule in self.rules:
+            size = self._size(rule, shapes)
+            bucket = rule.bucket(size)
+            if bucket == size:
+                continue
+            exact = False
+            used = min(size, bucket)
+            for index, axis in rule.places:
+                padded[index][axis] = bucket
+                taken[index][axis] = used
+            for index, (axis, ratio) in rule.outputs.items():
+                cuts[index].append((axis, math.ceil(used * ratio)))
+        in_tails = tuple(tuple(shape[first:]) for shape in padded)
+        group = GroupFit(
+            self.batched,
+            in_tails,
+            tuple(
+                spec.itemsize * math.prod(tail)
+                for spec, tail in zip(self.inputs, in_tails, strict=True)
+            ),
+            self._out_tails(padded),
+        )
+        return RequestFit(
+            group,
+            exact,
+            tuple(tuple(shape[first:]) for shape in taken),
+            tuple(tuple(c) for c in cuts),
+        )
+
+    def _size(self, rule: AxisRule, shapes: tuple[Shape, ...]) -> int:
+        sizes = {shapes[index][axis] for index, axis in rule.places}
+        if len(sizes) > 1:
+            names = ", ".join(
+                f"{self.inputs[i].name!r}: {shapes[i][axis]}" for i, axis in rule.places
+            )
+            raise InvalidRequest(f"the inputs disagree on axis {rule.name!r}: {names}")
+        return sizes.pop()
+
+    def _out_tails(self, shapes: list[list[int]]) -> tuple[Shape | None, ...]:
+        if not self.predict_outputs:
+            return (None,) * len(self.outputs)
+        known: dict[str, int] = {}
+        for spec, shape in zip(self.inputs, shapes, strict=True):
+            for axis, size in zip(spec.shape, shape, strict=True):
+                if isinstance(axis, str):
+                    known[axis] = size
+        first = 1 if self.batched else 0
+        tails: list[Shape | None] = []
+        for spec in self.outputs:
+            tail = [a if isinstance(a, int) else known.get(a or "") for a in spec.shape]
+            sizes = [size for size in tail[first:] if size is not None]
+            complete = len(sizes) == len(tail) - first
+            tails.append(tuple(sizes) if complete else None)
+        return tuple(tails)
+
+    def _rule(self, name: str, config: AxisConfig) -> AxisRule:
+        inputs = {spec.name: i for i, spec in enumerate(self.inputs)}
+        outputs = {spec.name: i for i, spec in enumerate(self.outputs)}
+        first = 1 if self.batched else 0
+        if config.inputs:
+            places = []
+            for tensor, axis in config.inputs.items():
+                index = _known(f"axes.{name}.inputs", tensor, inputs)
+                shape = self.inputs[index].shape
+                if not first <= axis < len(shape) or isinstance(shape[axis], int):
+                    raise ConfigError(
+                        f"axes.{name}.inputs.{tensor} = {axis}: that axis of "
+                        f"{list(shape)} is not there, not dynamic, or the batch"
+                    )
+                places.append((index, axis))
+        else:
+            places = [
+                (i, axis)
+                for i, spec in enumerate(self.inputs)
+                for axis, label in enumerate(spec.shape)
+                if label == name and axis >= first
+            ]
+        if not places:
+            raise ConfigError(
+                f"axes.{name}: no input has an axis of that name "
+                f"({self._dynamic_axes()}); name the table after one, or say where it "
+                f"is with axes.{name}.inputs"
+            )
+        pad = {
+            _known(f"axes.{name}.pad", tensor, inputs): value
+            for tensor, value in config.pad.items()
+        }
+        if config.buckets:
+            for index, _ in places:
+                if index not in pad:
+                    raise ConfigError(
+                        f"axes.{name}.pad: a value for input "
+                        f"{self.inputs[index].name!r} is needed, it has this axis"
+                    )
+                if self.inputs[index].dtype == "BYTES":
+                    raise ConfigError(
+                        f"axes.{name}: input {self.inputs[index].name!r} is BYTES, "
+                        "which cannot be padded"
+                    )
+        cuts = {}
+        for tensor, output in config.outputs.items():
+            index = _known(f"axes.{name}.outputs", tensor, outputs)
+            if output.axis >= len(self.outputs[index].shape):
+                raise ConfigError(
+                    f"axes.{name}.outputs.{tensor}.axis = {output.axis}: the output "
+                    f"has only {len(self.outputs[index].shape)} axes"
+                )
+            if output.follows not in ("", name):
+                raise ConfigError(
+                    f"axes.{name}.outputs.{tensor}.follows = {output.follows!r}: in "
+                    f"this table it can only be {name!r}"
+                )
+            cuts[index] = (output.axis, output.ratio)
+        return AxisRule(
+            name,
+            tuple(places),
+            config.buckets or config.sizes,
+            bool(config.buckets),
+            config.too_long == "truncate",
+            pad,
+            cuts,
+        )
+
+    def _dynamic_axes(self) -> str:
+        first = 1 if self.batched else 0
+        names = [
+            f"{spec.name!r} axis {i}: {axis or 'unnamed'}"
+            for spec in self.inputs
+            for i, axis in enumerate(spec.shape)
+            if not isinstance(axis, int) and i >= first
+        ]
+        return "dynamic are " + ", ".join(names) if names else "none is dynamic"
+
+
+def _known(where: str, name: str, names: dict[str, int]) -> int:
+    if name not in names:
+        raise ConfigError(f"{where}: no {name!r}; there are {sorted(names)}")
+    return names[name]

@@ -1,0 +1,101 @@
+"""The seam between engines and whoever runs them.
+
+An `Engine` is a loaded, immutable network; an `ExecutionContext` is what one run at a
+time happens in. Back ends: `engines.onnxruntime`, `engines.fake` (and TensorRT, which
+fills the same seam). Nothing here knows a back end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.tensors import Shape, TensorSpec
+
+Array = np.ndarray  # of any dtype and shape
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """An optimization profile: the shapes an engine accepts, by input name.
+
+    `min`, `opt` and `max` hold one shape per input, the batch axis included; the
+    engine is tuned for `opt` (TensorRT developer guide, "optimization profiles").
+    """
+
+    min: Mapping[str, Shape]
+    opt: Mapping[str, Shape]
+    max: Mapping[str, Shape]
+
+
+class ExecutionContext(ABC):
+    """The mutable state of one run at a time. Not thread-safe."""
+
+    @abstractmethod
+    def execute(
+        self, inputs: Sequence[Array], outputs: Sequence[Array | None]
+    ) -> list[Array]:
+        """Runs the network once.
+
+        Args:
+            inputs: one C-contiguous array per engine input, in the engine's order.
+            outputs: per engine output an array to fill, or None where its shape is not
+                known beforehand.
+
+        Returns:
+            One array per output, in order: the given ones, or new ones for None.
+
+        Raises:
+            EngineRunError: this run failed; the context can be used again.
+            EngineDeadError: no run will succeed any more.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most contexts have nothing to give back
+        """Releases what the context holds. Calling it twice is allowed."""
+
+
+class Engine(ABC):
+    """A loaded network, shared by its contexts.
+
+    Attributes:
+        backend: name of the back end ("onnxruntime", "fake", …).
+        inputs, outputs: what it takes and gives, in order.
+        profiles: the shapes it accepts; empty when it accepts all that fit the specs.
+        warmed_cells_only: whether a shape that was never run costs so much that only
+            warmed ones may be run (TensorRT) or any shape is as good (False).
+    """
+
+    backend: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    profiles: tuple[Profile, ...] = ()
+    warmed_cells_only: bool = False
+
+    @abstractmethod
+    def create_context(self) -> ExecutionContext:
+        """A new context; several can run at the same time."""
+
+    def close(self) -> None:  # noqa: B027 - see ExecutionContext.close
+        """Releases the network. All contexts must be closed before. Twice is allowed."""
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Runs once, alone: for tests and for looking at a model by hand.
+
+        Raises:
+            KeyError: an input is missing.
+            EngineRunError: the run failed.
+        """
+        context = self.create_context()
+        try:
+            arrays = [
+                np.ascontiguousarray(inputs[spec.name], dtype=spec.numpy)
+                for spec in self.inputs
+            ]
+            results = context.execute(arrays, [None] * len(self.outputs))
+            names = [spec.name for spec in self.outputs]
+            return {n: r.copy() for n, r in zip(names, results, strict=True)}
+        finally:
+            context.close()
