@@ -4,7 +4,7 @@ Every class is one kind of answer a caller can get. The table from these classes
 gRPC codes is `batcher.rpc.status`, and nowhere else. The tree:
 
 * BatcherError
-    * ConfigError            start-up only: a knob is unknown, wrong or contradicts another
+    * ConfigError            start-up only: a knob is unknown, wrong or contradictory
     * InvalidRequest         the caller's request can never succeed as it is
         * PayloadTooLarge    larger than the message limit
     * ModelNotFound          no such model or version

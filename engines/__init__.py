@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def open(path: Path | str, *, contexts: int = 1) -> Engine:  # noqa: A001
+def open(path: Path | str, *, contexts: int = 1) -> Engine:
     """Opens the model at `path` with the back end for its kind of file.
 
     Args:

@@ -79,7 +79,7 @@ class Engine(ABC):
         """A new context; several can run at the same time."""
 
     def close(self) -> None:  # noqa: B027 - see ExecutionContext.close
-        """Releases the network. All contexts must be closed before. Twice is allowed."""
+        """Releases the network, after all contexts. Calling it twice is allowed."""
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Runs once, alone: for tests and for looking at a model by hand.

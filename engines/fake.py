@@ -46,7 +46,8 @@ class FakeEngine(Engine):
     """See the module's text.
 
     Raises:
-        EngineLoadError: no input or output, or an output whose dtype is not its input's.
+        EngineLoadError: no input or output, or an output of another dtype than its
+            input's.
     """
 
     backend = "fake"

@@ -104,9 +104,7 @@ class _BoundContext(ExecutionContext):
     ) -> list[Array]:
         binding = self._binding
         for (name, number), array in zip(self._inputs, inputs, strict=True):
-            binding.bind_input(
-                name, "cpu", 0, number, array.shape, array.ctypes.data
-            )
+            binding.bind_input(name, "cpu", 0, number, array.shape, array.ctypes.data)
         for (spec, number), output in zip(self._outputs, outputs, strict=True):
             if output is None:
                 binding.bind_output(spec.name, "cpu")

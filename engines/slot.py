@@ -1,8 +1,8 @@
 """A slot: what runs one batch at a time, reached only through buffers and doorbells.
 
 The owner takes a free `Staging`, writes the inputs into it, rings `start`, and is rung
-back by `on_done`; then `completions` says what has ended. Two stagings per slot: while
-one batch runs, the inputs of the next lie ready in the other.
+back by `on_done`; then `completions` says what has ended. Three stagings per slot: one
+batch runs, the inputs of the next lie ready, and the outputs of the last are read.
 
 The engine side is a thread today. What crosses the seam (indices, shapes, bytes in
 flat buffers) is such that it can be a process with the buffers in shared memory.
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Final
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from engines.base import Array, Engine
 from engines.errors import EngineDeadError, EngineError, EngineRunError
 from engines.tensors import Shape, TensorSpec, element_count
 
-STAGINGS = 2
+STAGINGS: Final = 3
 
 
 class Staging:
@@ -108,9 +109,7 @@ class Slot:
             raise, and may be called once for several runs.
     """
 
-    def __init__(
-        self, engine: Engine, name: str, on_done: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Engine, name: str, on_done: Callable[[], None]) -> None:
         self.engine = engine
         self.dead: EngineDeadError | None = None
         self._on_done = on_done
@@ -127,7 +126,7 @@ class Slot:
         """A free staging to fill.
 
         Raises:
-            IndexError: both are in use (the caller starts no more than it may).
+            IndexError: all are in use (the caller starts no more than it may).
         """
         return self._free.pop()
 

@@ -133,7 +133,9 @@ class AxisConfig:
         if bool(self.buckets) == bool(self.sizes):
             raise ConfigError("an [axes.*] table needs either buckets or sizes")
         if self.sizes and (self.pad or self.too_long == "truncate"):
-            raise ConfigError("axes.*.sizes forbids padding; pad and truncate need buckets")
+            raise ConfigError(
+                "axes.*.sizes forbids padding; pad and truncate need buckets"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +222,8 @@ class ModelConfig:
         rungs = self.batching.rungs
         if rungs and self.max_batch and rungs[-1] != self.max_batch:
             raise ConfigError(
-                f"batching.rungs ends at {rungs[-1]}, but max_batch is {self.max_batch}; "
-                "they must be equal, or leave one of them out"
+                f"batching.rungs ends at {rungs[-1]}, but max_batch is "
+                f"{self.max_batch}; they must be equal, or leave one of them out"
             )
         preferred = self.batching.preferred
         if preferred and self.max_batch and preferred[-1] > self.max_batch:

@@ -8,7 +8,6 @@ answers of a batch wake in one round of the event loop.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import grpc.aio
 from batcher.errors import ConfigError
 from batcher.rpc.sockets import SocketGuard
 from batcher.rpc.stream import InferStream
-from batcher.rpc.transport import Address, Handler, Trailing
+from batcher.rpc.transport import Address, Handler, Trailing, deadline_ns
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -188,7 +187,7 @@ class _Call:
         self.trailing: Trailing = ()
 
 
-class _Methods(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # only in stubs
+class _Methods(grpc.GenericRpcHandler):
     """Names to handlers; requests and responses are raw bytes."""
 
     def __init__(self, transport: GrpcioTransport, methods: Sequence[str]) -> None:
@@ -209,11 +208,3 @@ def _unary(transport: GrpcioTransport, method: str) -> Callable[..., Any]:
         return await transport.unary(method, payload, context)
 
     return serve
-
-
-def deadline_ns(context: grpc.aio.ServicerContext[Any, Any]) -> int | None:
-    """The caller's deadline on `time.monotonic_ns`, None when there is none."""
-    remaining_s = context.time_remaining()
-    if remaining_s is None:
-        return None
-    return time.monotonic_ns() + int(remaining_s * 1e9)

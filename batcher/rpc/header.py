@@ -39,7 +39,7 @@ class InferPlan:
         objects: see `ParsedRequest.objects`.
         group: the scheduler's group (set by the serving layer).
         fit: how the rows go into a batch (set by the serving layer).
-        meta: the answer's encoded output descriptions, by output shapes (a small cache).
+        meta: the answer's encoded output descriptions, by output shapes (bounded).
     """
 
     __slots__ = (
@@ -108,13 +108,13 @@ def locate(
 ) -> Header | None:
     """Finds the contents in a parsed message, or None when it is written otherwise.
 
-    None for typed contents, for fields in another order than their numbers', for a
-    message with unknown fields at its end: all legal, and then handled without a header.
+    None for typed contents, for fields in another order than their numbers', for
+    unknown fields at the end: all legal, and then handled without a header.
     """
     if not parsed.raw_order or len(payload) < 3:
         return None
-    prefixes = [wire.prefix(wire.RAW_INPUT, len(parsed.data[i])) for i in parsed.raw_order]
     sizes = [len(parsed.data[i]) for i in parsed.raw_order]
+    prefixes = [wire.prefix(wire.RAW_INPUT, size) for size in sizes]
     at = first = len(payload) - sum(map(len, prefixes)) - sum(sizes)
     try:
         id_start, id_end = wire.id_span(payload)

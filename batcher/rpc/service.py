@@ -121,10 +121,11 @@ class Service:
             service + "ModelStatistics": self._model_statistics,
             HEALTH_CHECK: self._health_check,
         }
-        # What the protocol has and we have not yet says so, instead of "no such method".
+        # What the protocol has and we have not is UNIMPLEMENTED with a reason.
         for method in messages.SERVICE.methods:
             if not method.client_streaming and method.name != "ModelInfer":
-                self._methods.setdefault(service + method.name, _not_built(method.name))
+                name = method.name
+                self._methods.setdefault(service + name, _not_built(name))
 
     @property
     def methods(self) -> list[str]:
@@ -153,7 +154,7 @@ class Service:
                 if found is None:
                     return self._infer(reply, call, payload, deadline_ns)
                 plan, id_start, id_end, base = found
-                return plan.model.submit(  # type: ignore[no-any-return]
+                request: object = plan.model.submit(
                     plan,
                     payload,
                     base,
@@ -162,6 +163,7 @@ class Service:
                     call,
                     deadline_ns,
                 )
+                return request
             reply.respond(call, self._methods[method](payload))
         except BatcherError as error:
             reply.fail(call, *self._status.status(error))

@@ -9,7 +9,6 @@ or unsent, so that a slow reader is bounded by flow control and not by memory.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -18,7 +17,7 @@ import grpc
 import grpc.aio
 
 from batcher.rpc import messages, wire
-from batcher.rpc.transport import Handler, Trailing
+from batcher.rpc.transport import Handler, Trailing, deadline_ns
 
 MAX_IN_FLIGHT: Final = 1024
 """Requests of one stream that are queued, running or unsent."""
@@ -54,6 +53,7 @@ class InferStream:
         self._open: dict[int, bytes] = {}  # call -> payload, for the id of an error
         self._outbox: deque[bytes] = deque()
         self._changed = asyncio.Event()
+        self._room = asyncio.Event()
         self._half_closed = False
         self._status: tuple[int, str, Trailing] | None = None
 
@@ -70,7 +70,7 @@ class InferStream:
                 while self._outbox:
                     await self._context.write(self._outbox[0])
                     self._outbox.popleft()
-                    self._changed.set()  # the reader may wait for room
+                    self._room.set()
                 if self._half_closed and not self._open:
                     break
                 self._changed.clear()
@@ -112,26 +112,21 @@ class InferStream:
             async for payload in incoming:
                 call += 1
                 self._open[call] = payload
-                remaining_s = self._context.time_remaining()
-                deadline_ns = (
-                    None
-                    if remaining_s is None
-                    else time.monotonic_ns() + int(remaining_s * 1e9)
-                )
                 token = self._handler.on_call(
                     self,
                     call,
                     _METHOD,
                     payload,
                     self._metadata,
-                    deadline_ns,
+                    deadline_ns(self._context),
                     self._peer,
                 )
                 if token is not None:
                     self._tokens[call] = token
                 self._after_call()
-                while self.in_flight >= MAX_IN_FLIGHT:
-                    await asyncio.sleep(0.001)
+                if self.in_flight >= MAX_IN_FLIGHT:
+                    self._room.clear()
+                    await self._room.wait()
         finally:
             self._half_closed = True
             self._changed.set()

@@ -7,6 +7,7 @@ A transport turns gRPC calls into `Handler.on_call` and answers them with `respo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -96,6 +97,14 @@ class Transport(Reply, Protocol):
     async def stop(self) -> None:
         """Sends what was answered, then closes. Nothing is answered afterwards."""
         ...
+
+
+def deadline_ns(context: Any) -> int | None:
+    """A grpcio call's deadline on `time.monotonic_ns`, None when it has none."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return None
+    return time.monotonic_ns() + int(remaining_s * 1e9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Eager:
 
 
 class Window:
-    """Triton's dynamic batcher: waits out the delay unless the batch is full or preferred.
+    """Triton's dynamic batcher: waits out the delay unless a batch is full.
 
     A batch leaves when (1) the queue holds as much as a batch can, (2) a prefix of the
     queue has a preferred size, or (3) the oldest request is `max_delay_ns` old, then

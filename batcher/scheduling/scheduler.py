@@ -4,8 +4,8 @@ The driver calls `submit`, `cancel` and `complete` as things happen, then `poll(
 carries out the decisions, and calls `poll` again no later than `next_wakeup_ns()`.
 The daemon and the simulator drive the same object. Rules:
 
-* Every request submitted is either in exactly one batch that is dispatched, or in
-  exactly one `Reject`, or was cancelled. (A failed batch is dispatched again in halves.)
+* Every request submitted is in exactly one batch that is dispatched, or in exactly one
+  `Reject`, or was cancelled. (A failed batch is dispatched again in halves.)
 * Requests of a group leave in the order of their arrival.
 * Nothing past its deadline, or its time in the queue, is dispatched.
 * `poll` twice at one instant decides nothing the second time, and no wake-up lies in
@@ -42,7 +42,7 @@ from batcher.scheduling.request import (
 )
 
 COMMIT_LEAD_NS: Final = 300_000
-"""How long before a slot is free its next batch is closed, so that its inputs lie ready.
+"""How long before a slot is free its next batch closes, so that its inputs lie ready.
 
 Host work between two batches is a bubble: 0.3 ms per batch costs 8 % of goodput on one
 engine (scheduling notes, "commit-ahead").
@@ -194,6 +194,15 @@ class Scheduler:
             self._failed(batch, error, retry)
         return batch
 
+    def abandon(self) -> list[Request]:
+        """Empties the queues; returns what waited, oldest first within a group."""
+        waited = [r for group in self._active for r in group.living()]
+        waited += [r for batch in self._retries for r in batch.requests]
+        for request in waited:
+            self.cancel(request)
+        self._retries.clear()
+        return waited
+
     def drain(self) -> None:
         """From now on no batch waits to become fuller."""
         self._draining = True
@@ -333,7 +342,7 @@ class Scheduler:
         self._active.pop(group, None)
 
     def _finish(self, request: Request) -> None:
-        """Marks a request (or part) whose rows are there; a parent with its last part."""
+        """Marks a request or part whose rows are there; a parent with its last part."""
         request.state = DONE
         parent = request.parent
         if parent is not None and all(p.state == DONE for p in parent.parts or ()):
@@ -386,5 +395,3 @@ def _waits(request: Request) -> bool:
 
 def _batch(requests: list[Request]) -> Batch:
     return Batch(requests[0].group, requests, sum(r.rows for r in requests))
-
-

@@ -51,7 +51,8 @@ class BatchOutputs:
                 continue
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             self._flat.append(flat.data)
-            self._row_bytes.append(flat.nbytes // rung if shapes.batched else flat.nbytes)
+            rows = rung if shapes.batched else 1
+            self._row_bytes.append(flat.nbytes // rows)
         self.tails: tuple[Shape, ...] = tuple(tails)
 
     def answer(self, head: bytes, request: InferRequest, row: int) -> bytes:

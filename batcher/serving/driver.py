@@ -91,9 +91,10 @@ class Driver:
             model.touched = False
             try:
                 model.turn(now_ns)
-            except Exception:
+            except Exception as bug:
                 # A bug in one model's turn must not stop the others, nor be silent.
                 log.exception("a turn of model %r failed", model.signature.name)
+                model.abandon(bug)
             if model.wakeup_ns < NEVER:
                 self._sleepers[model] = model.wakeup_ns
             else:

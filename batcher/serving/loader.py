@@ -120,7 +120,7 @@ def batch_obstacle(
                 return f"{kind} {spec.name!r} is a scalar"
             first = spec.shape[0]
             if isinstance(first, int):
-                return f"the first dimension of {kind} {spec.name!r} is fixed at {first}"
+                return f"the first axis of {kind} {spec.name!r} is fixed at {first}"
             if kind == "input" and first is not None:
                 names[first] = spec.name
     if not inputs:
@@ -149,7 +149,9 @@ def _check_wanted(where: str, config: ModelConfig, obstacle: str | None) -> None
     if config.batching.rungs and config.batching.rungs != (1,):
         wanted.append("batching.rungs")
     if wanted:
-        raise ConfigError(f"{where}: {wanted[0]}, but the model cannot batch: {obstacle}")
+        raise ConfigError(
+            f"{where}: {wanted[0]}, but the model cannot batch: {obstacle}"
+        )
 
 
 def _rungs(config: ModelConfig, batched: bool) -> tuple[int, ...]:
@@ -199,7 +201,9 @@ def _signatures(specs: Sequence[TensorSpec]) -> tuple[TensorSignature, ...]:
 
 
 def seed_costs(
-    warmed: WarmUp, group: Callable[[Any, tuple[int, ...]], Group], rungs: tuple[int, ...]
+    warmed: WarmUp,
+    group: Callable[[Any, tuple[int, ...]], Group],
+    rungs: tuple[int, ...],
 ) -> list[Group]:
     """Puts the run times of the warm-up into the groups they are of."""
     groups = []

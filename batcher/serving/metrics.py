@@ -76,9 +76,7 @@ class ModelCollector(Collector):
         self._budget = budget
 
     def collect(self) -> Iterator[Metric]:
-        models = [
-            (m, (m.signature.name, m.signature.version)) for m in self._models()
-        ]
+        models = [(m, (m.signature.name, m.signature.version)) for m in self._models()]
         for name, text, value in _COUNTERS:
             family = CounterMetricFamily(name, text, labels=_LABELS)
             for model, labels in models:

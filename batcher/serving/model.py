@@ -20,7 +20,7 @@ from batcher.rpc.request import ParsedRequest
 from batcher.rpc.signature import ModelSignature
 from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Reply
-from batcher.scheduling import DONE, NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
+from batcher.scheduling import NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
 from batcher.serving.answer import BatchOutputs, encode, joined
 from batcher.serving.describe import config_message
 from batcher.serving.gather import gather
@@ -168,7 +168,7 @@ class Model:
         return request
 
     def cancel(self, request: InferRequest) -> None:
-        """The caller has gone: the request leaves the queue, or its answer is dropped."""
+        """The caller has gone: its request is taken out, or its rows dropped."""
         if request.reply is not None:
             now_ns = time.monotonic_ns()
             self.scheduler.cancel(request)
@@ -225,9 +225,10 @@ class Model:
             name = self.signature.name
             self._refusal = ModelNotReady(f"model {name!r}: its engine is dead")
         run_ns = completion.ended_ns - completion.started_ns
-        self.scheduler.complete(index, now_ns, run_ns=run_ns, error=error, retry=not dead)
-        if not self._running[index]:
-            self._poll(now_ns)  # the slot is idle: its next batch comes first
+        self.scheduler.complete(
+            index, now_ns, run_ns=run_ns, error=error, retry=not dead
+        )
+        self._poll(now_ns)  # the slot's next batch comes first, then these answers
         if outputs is not None:
             started_ns = max(completion.started_ns, begin_ns)
             self._answer(batch, outputs, started_ns, run_ns, gathered_ns)
@@ -290,9 +291,8 @@ class Model:
         if whole.reply is None:
             return
         part.chunks = outputs.chunks(part, row)
-        if whole.state != DONE or any(
-            p.chunks is None for p in whole.parts or ()  # type: ignore[attr-defined]
-        ):
+        parts: list[InferRequest] = whole.parts  # type: ignore[assignment]
+        if any(p.chunks is None for p in parts):
             return
         whole.reply.respond(whole.call, encode(self._head, whole, joined(whole)))
         self._forget(whole)
@@ -345,6 +345,21 @@ class Model:
         self._refusal = refusal
         self.scheduler.drain()
         self._touch_here(self)
+
+    def abandon(self, bug: BaseException) -> None:
+        """Answers everything that is in the model with an error, and takes nothing new.
+
+        For a fault of ours in `turn`: nobody is left waiting for an answer.
+        """
+        name = self.signature.name
+        self.dead = bug
+        self._refusal = ModelNotReady(f"model {name!r} has failed (see the log)")
+        failure = EngineFailure(f"model {name!r}: internal error (see the log)")
+        requests = self.scheduler.abandon()
+        for running in self._running:
+            requests += [r for batch, _, _ in running for r in batch.requests]
+        for request in requests:
+            self._fail(request.parent or request, failure)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Ends the slots and closes the engine; call it when idle."""

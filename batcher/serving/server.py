@@ -62,7 +62,9 @@ class Server:
         self._overrides = overrides or {}
         self._addresses = [Address.parse(text) for text in config.grpc_address]
         self._http_address = (
-            None if config.http_address == "none" else Address.parse(config.http_address)
+            None
+            if config.http_address == "none"
+            else Address.parse(config.http_address)
         )
         self._status = StatusTable(strict_triton=config.strict_triton_codes)
         self._directory = ModelDirectory()
@@ -173,9 +175,7 @@ class Server:
             if self._stop.is_set():
                 return
             try:
-                loaded = await loop.run_in_executor(
-                    None, load, source, self._overrides
-                )
+                loaded = await loop.run_in_executor(None, load, source, self._overrides)
             except (BatcherError, EngineError) as error:
                 for line in str(error).splitlines():
                     log.error("model %r cannot be served: %s", source.name, line)
@@ -202,9 +202,7 @@ class Server:
             self._driver.touch,
             self._driver.touch_here,
         )
-        self._groups += seed_costs(
-            loaded.warm_up, model.scheduler.group, loaded.rungs
-        )
+        self._groups += seed_costs(loaded.warm_up, model.scheduler.group, loaded.rungs)
         self._directory.add(model)
         self._service.models_changed()
 

@@ -213,11 +213,12 @@ class ModelShapes:
     def _out_tails(self, shapes: list[list[int]]) -> tuple[Shape | None, ...]:
         if not self.predict_outputs:
             return (None,) * len(self.outputs)
-        known: dict[str, int] = {}
-        for spec, shape in zip(self.inputs, shapes, strict=True):
-            for axis, size in zip(spec.shape, shape, strict=True):
-                if isinstance(axis, str):
-                    known[axis] = size
+        known = {
+            axis: size
+            for spec, shape in zip(self.inputs, shapes, strict=True)
+            for axis, size in zip(spec.shape, shape, strict=True)
+            if isinstance(axis, str)
+        }
         first = 1 if self.batched else 0
         tails: list[Shape | None] = []
         for spec in self.outputs:
@@ -271,7 +272,7 @@ class ModelShapes:
                         f"axes.{name}: input {self.inputs[index].name!r} is BYTES, "
                         "which cannot be padded"
                     )
-        cuts = {}
+        cuts: dict[int, tuple[int, float]] = {}
         for tensor, output in config.outputs.items():
             index = _known(f"axes.{name}.outputs", tensor, outputs)
             if output.axis >= len(self.outputs[index].shape):

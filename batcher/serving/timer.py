@@ -107,10 +107,7 @@ class LoopTimer:
             self._handle = None
 
 
-def make_timer(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[], None]
-) -> Timer:
+def make_timer(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> Timer:
     """The most exact timer that this system has."""
-    if sys.platform == "linux":
-        return TimerFd(loop, callback)
-    return LoopTimer(loop, callback)
+    kind = TimerFd if sys.platform.startswith("linux") else LoopTimer
+    return kind(loop, callback)

@@ -86,9 +86,9 @@ def _warm_cell(
     first_ns = 0
     for rung in dict.fromkeys((rungs[0], rungs[-1])):
         expected_ns = first_ns * rung // rungs[0]
-        if rung != rungs[0] and not engine.warmed_cells_only:
-            if expected_ns > _LARGE_RUN_NS:
-                continue  # its first caller will not notice one cold run
+        any_shape = not engine.warmed_cells_only
+        if rung != rungs[0] and any_shape and expected_ns > _LARGE_RUN_NS:
+            continue  # its first caller will not notice one cold run
         run = _first_run(context, shapes, sizes, rung)
         if run is None:
             return
@@ -159,9 +159,7 @@ def _check_outputs(
         fit = shapes.fit(tuple(tuple(a.shape) for a in inputs))
     except InvalidRequest:  # not reached: the inputs are made to fit
         return
-    for expected, output in zip(
-        fit.group.output_shapes(rung), outputs, strict=True
-    ):
+    for expected, output in zip(fit.group.output_shapes(rung), outputs, strict=True):
         if expected is not None and expected != tuple(output.shape):
             result.predicted = False
 
