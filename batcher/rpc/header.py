@@ -39,6 +39,7 @@ class InferPlan:
         objects: see `ParsedRequest.objects`.
         group: the scheduler's group (set by the serving layer).
         fit: how the rows go into a batch (set by the serving layer).
+        timeout_ns: how long it may wait in the queue, 0 for ever (set likewise).
         meta: the answer's encoded output descriptions, by output shapes (bounded).
     """
 
@@ -54,6 +55,7 @@ class InferPlan:
         "shapes",
         "signature",
         "spans",
+        "timeout_ns",
     )
 
     def __init__(
@@ -73,6 +75,7 @@ class InferPlan:
         self.objects = parsed.objects
         self.group: Any = None
         self.fit: Any = None
+        self.timeout_ns = 0
         self.meta: dict[Any, Any] = {}
 
 
@@ -195,7 +198,10 @@ class HeaderCache:
             return None
         for head in self._lengths.get(len(payload) - id_end, ()):
             base = id_end + head
-            found = self._plans.get(payload[:id_start] + payload[id_end:base])
+            key = payload[:base]
+            if id_end > id_start:
+                key = payload[:id_start] + payload[id_end:base]
+            found = self._plans.get(key)
             if found is None:
                 continue
             plan, checks = found

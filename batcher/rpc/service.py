@@ -55,7 +55,6 @@ class ServedModel(Protocol):
         reply: Reply,
         call: Any,
         deadline_ns: int | None,
-        objects: list[Any] | None = None,
     ) -> Any: ...
 
     def cancel(self, request: Any) -> None: ...
@@ -197,9 +196,7 @@ class Service:
             model.refused()
             raise
         id_field = messages.ModelInferResponse(id=request.id).SerializeToString()
-        return model.submit(
-            plan, payload, base, id_field, reply, call, deadline_ns, parsed.objects
-        )
+        return model.submit(plan, payload, base, id_field, reply, call, deadline_ns)
 
     # -- the other methods ------------------------------------------------------------
 

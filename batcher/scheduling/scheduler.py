@@ -134,8 +134,8 @@ class Scheduler:
             self.waiting += 1
         else:
             self._split(request)
-        expiry_ns = min(request.deadline_ns, request.expires_ns)
-        if expiry_ns != NEVER:
+        if request.deadline_ns != NEVER or request.expires_ns != NEVER:
+            expiry_ns = min(request.deadline_ns, request.expires_ns)
             self._expiry_count += 1
             entry = (expiry_ns, self._expiry_count, request)
             heapq.heappush(self._expiries, entry)

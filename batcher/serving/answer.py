@@ -14,6 +14,9 @@ from batcher.rpc.request import Shape
 from batcher.serving.request import InferRequest
 from batcher.serving.shapes import ModelShapes
 
+Layout = tuple[tuple[bytes, int], ...]
+"""Per wanted output: what stands before its bytes in the answer, and its index."""
+
 
 class BatchOutputs:
     """The outputs of one batch, ready to be cut into rows.
@@ -55,22 +58,37 @@ class BatchOutputs:
             self._row_bytes.append(flat.nbytes // rows)
         self.tails: tuple[Shape, ...] = tuple(tails)
 
-    def answer(self, head: bytes, request: InferRequest, row: int) -> bytes:
-        """The encoded answer of a request whose first row is `row` of the batch."""
-        plan = request.plan
+    def layout(self, plan: InferPlan) -> Layout | None:
+        """What answers to requests of this plan are made of.
+
+        None where rows must be cut or have no fixed size; then `chunks` has them.
+        """
         if not plan.fit.exact or self._strings:
+            return None
+        known: Layout | None = plan.meta.get(self.tails)
+        return known if known is not None else self._describe(plan)
+
+    def answer(
+        self, head: bytes, request: InferRequest, row: int, layout: Layout | None
+    ) -> bytes:
+        """The encoded answer of a request whose first row is `row` of the batch.
+
+        `layout` is that of the request's plan.
+        """
+        if layout is None:
             return encode(head, request, self.chunks(request, row))
-        described = plan.meta.get(self.tails)
-        if described is None:
-            described = self._describe(plan)
+        end = row + request.rows
+        if len(layout) == 1:  # the usual case, in one go
+            before, index = layout[0]
+            size = self._row_bytes[index]
+            rows = self._flat[index][row * size : end * size]  # type: ignore[index]
+            return b"".join((head, request.id_field, before, rows))
         parts = [head, request.id_field]
-        end = row + plan.rows
-        for index, before in described:
+        for before, index in layout:
+            size = self._row_bytes[index]
             parts.append(before)
-            if index >= 0:
-                size = self._row_bytes[index]
-                flat = self._flat[index]
-                parts.append(flat[row * size : end * size])  # type: ignore[index,arg-type]
+            # The views of outputs with a layout are there: they hold no BYTES.
+            parts.append(self._flat[index][row * size : end * size])  # type: ignore[index,arg-type]
         return b"".join(parts)
 
     def chunks(self, request: InferRequest, row: int) -> list[tuple[Any, Shape]]:
@@ -89,29 +107,24 @@ class BatchOutputs:
                 result.append((array.tobytes(), array.shape))
         return result
 
-    def _describe(self, plan: InferPlan) -> list[tuple[int, bytes]]:
-        """What stands before each output's bytes: (output, bytes), in order.
-
-        The entry with the output -1 has no bytes behind it. Kept with the plan.
-        """
+    def _describe(self, plan: InferPlan) -> Layout:
+        """Makes the layout of a plan's answers, and keeps it with the plan."""
         batched = self._shapes.batched
         shapes = [
             (plan.rows, *self.tails[i]) if batched else self.tails[i]
             for i in plan.outputs
         ]
-        described = [(-1, response.describe(plan.signature, plan.outputs, shapes))]
+        before = response.describe(plan.signature, plan.outputs, shapes)
         rows = plan.rows if batched else 1
+        pieces = []
         for index in plan.outputs:
-            size = self._row_bytes[index] * rows
-            described.append((index, response.raw_prefix(size)))
-        # The first output's prefix joins the descriptions: one part less to copy.
-        if len(described) > 1:
-            index, before = described[1]
-            described[:2] = [(index, described[0][1] + before)]
+            before += response.raw_prefix(self._row_bytes[index] * rows)
+            pieces.append((before, index))
+            before = b""
         if len(plan.meta) >= 64:  # data-dependent output shapes must not pile up
             plan.meta.clear()
-        plan.meta[self.tails] = described
-        return described
+        layout = plan.meta[self.tails] = tuple(pieces)
+        return layout
 
 
 def encode(

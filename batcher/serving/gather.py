@@ -12,8 +12,8 @@ from batcher.serving.request import InferRequest
 from batcher.serving.shapes import GroupFit, ModelShapes, RequestFit
 from engines import Staging
 
-_VIEW_BYTES: Final = 16_384
-"""From here on a view is cheaper than the intermediate bytes object it saves."""
+_JOIN_BYTES: Final = 4096
+"""Up to here a second copy is cheaper than the views it would take to avoid it."""
 
 
 def gather(batch: Batch, staging: Staging, shapes: ModelShapes) -> None:
@@ -42,19 +42,28 @@ def _copy_exact(
     requests: list[InferRequest], index: int, view: memoryview, row_bytes: int
 ) -> int:
     """Copies rows that need no padding; returns the bytes written."""
+    if row_bytes <= _JOIN_BYTES:
+        joined = b"".join([_rows(r, index, row_bytes) for r in requests])
+        view[: len(joined)] = joined
+        return len(joined)
     at = 0
     for request in requests:
-        offset, size = request.plan.spans[index]
-        start = request.base + offset
-        if request.parent is not None:
-            start += request.first_row * row_bytes
-            size = request.rows * row_bytes
-        if size < _VIEW_BYTES:
-            view[at : at + size] = request.payload[start : start + size]
-        else:
-            view[at : at + size] = memoryview(request.payload)[start : start + size]
-        at += size
+        rows = _rows(request, index, row_bytes)
+        view[at : at + len(rows)] = rows
+        at += len(rows)
     return at
+
+
+def _rows(request: InferRequest, index: int, row_bytes: int) -> bytes | memoryview:
+    """The bytes of a request's rows of one input."""
+    offset, size = request.plan.spans[index]
+    start = request.base + offset
+    if request.parent is not None:
+        start += request.first_row * row_bytes
+        size = request.rows * row_bytes
+    if size <= _JOIN_BYTES:
+        return request.payload[start : start + size]
+    return memoryview(request.payload)[start : start + size]
 
 
 def _copy_padded(
@@ -92,7 +101,7 @@ def _objects(batch: Batch, requests: list[InferRequest], index: int) -> Any:
     """The BYTES elements of all rows, as one object array."""
     arrays = []
     for request in requests:
-        array = (request.objects or [])[index]
+        array = request.plan.objects[index]  # type: ignore[index]
         if request.parent is not None:
             array = array[request.first_row : request.first_row + request.rows]
         arrays.append(array)

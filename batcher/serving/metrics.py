@@ -147,14 +147,14 @@ def _durations(
 ) -> Metric:
     family = HistogramMetricFamily(name, text, labels=_LABELS)
     for labels, histogram in histograms:
+        counts, sum_ns = histogram.read()
         total = 0
         buckets = []
-        counts = list(histogram.counts)
         for bound_ns, count in zip(LATENCY_BOUNDS_NS, counts, strict=False):
             total += count
             buckets.append((str(bound_ns / 1e9), total))
         buckets.append(("+Inf", total + counts[-1]))
-        family.add_metric(labels, buckets, histogram.sum_ns / 1e9)
+        family.add_metric(labels, buckets, sum_ns / 1e9)
     return family
 
 

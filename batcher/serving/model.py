@@ -21,7 +21,7 @@ from batcher.rpc.signature import ModelSignature
 from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Reply
 from batcher.scheduling import NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
-from batcher.serving.answer import BatchOutputs, encode, joined
+from batcher.serving.answer import BatchOutputs, Layout, encode, joined
 from batcher.serving.describe import config_message
 from batcher.serving.gather import gather
 from batcher.serving.request import InferRequest
@@ -116,6 +116,11 @@ class Model:
         plan = InferPlan(self, self.signature, parsed, spans)
         plan.fit = self.shapes.fit(parsed.shapes)
         plan.group = self.scheduler.group(plan.fit.group.in_tails, self.rungs)
+        plan.timeout_ns = self._timeout_ns
+        asked_ns = parsed.parameters.timeout_us * 1000
+        if asked_ns and self._override:
+            # May shorten the model's limit, or set one where there is none.
+            plan.timeout_ns = min(asked_ns, self._timeout_ns or asked_ns)
         return plan
 
     def submit(
@@ -127,7 +132,6 @@ class Model:
         reply: Reply,
         call: Any,
         deadline_ns: int | None,
-        objects: list[Any] | None = None,
     ) -> InferRequest:
         """Queues a request; its answer goes to `reply`.
 
@@ -145,10 +149,6 @@ class Model:
                 f"{budget.limit}; try again later"
             )
         now_ns = time.monotonic_ns()
-        timeout_ns = self._timeout_ns
-        asked_ns = plan.parameters.timeout_us * 1000
-        if asked_ns and self._override and (asked_ns < timeout_ns or not timeout_ns):
-            timeout_ns = asked_ns
         request = InferRequest(
             plan,
             payload,
@@ -157,10 +157,8 @@ class Model:
             reply,
             call,
             NEVER if deadline_ns is None else deadline_ns,
-            now_ns + timeout_ns if timeout_ns else NEVER,
+            now_ns + plan.timeout_ns if plan.timeout_ns else NEVER,
         )
-        if objects is not None:
-            request.objects = objects
         self.scheduler.submit(request, now_ns)
         budget.used += size
         if not self.touched:
@@ -243,40 +241,35 @@ class Model:
         gathered_ns: int,
     ) -> None:
         head = self._head
-        stats = self.statistics
-        latency, waiting = stats.latency, stats.waiting
-        budget = self._budget
         requests: list[InferRequest] = batch.requests  # type: ignore[assignment]
-        answer = outputs.answer
         begin_ns = time.monotonic_ns()
-        row = answered = answered_rows = arrivals_ns = 0
+        row = rows = freed = 0
+        arrivals: list[int] = []
+        plan: InferPlan | None = None
+        layout: Layout | None = None
         for request in requests:
             reply = request.reply
             if request.parent is not None:
                 self._answer_part(request, outputs, row, started_ns, run_ns)
             elif reply is not None:
-                reply.respond(request.call, answer(head, request, row))
+                if request.plan is not plan:  # neighbours mostly have the same
+                    plan = request.plan
+                    layout = outputs.layout(plan)
+                answer = outputs.answer(head, request, row, layout)
+                reply.respond(request.call, answer)
                 request.reply = None
-                budget.used -= request.size
-                arrival_ns = request.arrival_ns
-                latency.add(begin_ns - arrival_ns)
-                waiting.add(started_ns - arrival_ns)
-                arrivals_ns += arrival_ns
-                answered += 1
-                answered_rows += request.rows
+                freed += len(request.payload)
+                arrivals.append(request.arrival_ns)
+                rows += request.rows
             row += request.rows
+        self._budget.used -= freed
         end_ns = time.monotonic_ns()
-        stats.run(batch.rows, batch.rung, gathered_ns, run_ns)
-        stats.batches[batch.rows].output_ns += end_ns - begin_ns
-        if answered:
-            stats.requests += answered
-            stats.rows += answered_rows
-            stats.success_ns += answered * end_ns - arrivals_ns
-            stats.queue_ns += answered * started_ns - arrivals_ns
-            stats.input_ns += answered * gathered_ns
-            stats.infer_ns += answered * run_ns
-            stats.output_ns += answered * (end_ns - begin_ns)
-            stats.last_ms = time.time_ns() // 1_000_000
+        stats = self.statistics
+        stats.run(batch.rows, batch.rung, gathered_ns, run_ns, end_ns - begin_ns)
+        if arrivals:
+            stats.answered(
+                arrivals, rows, started_ns, end_ns, gathered_ns, run_ns, begin_ns
+            )
 
     def _answer_part(
         self,
@@ -297,15 +290,9 @@ class Model:
         whole.reply.respond(whole.call, encode(self._head, whole, joined(whole)))
         self._forget(whole)
         now_ns = time.monotonic_ns()
-        stats = self.statistics
-        stats.requests += 1
-        stats.rows += whole.rows
-        stats.success_ns += now_ns - whole.arrival_ns
-        stats.queue_ns += started_ns - whole.arrival_ns
-        stats.infer_ns += run_ns
-        stats.latency.add(now_ns - whole.arrival_ns)
-        stats.waiting.add(started_ns - whole.arrival_ns)
-        stats.last_ms = time.time_ns() // 1_000_000
+        self.statistics.answered(
+            [whole.arrival_ns], whole.rows, started_ns, now_ns, 0, run_ns, now_ns
+        )
 
     def _fail(self, request: InferRequest, error: BatcherError) -> None:
         reply = request.reply
@@ -320,9 +307,8 @@ class Model:
     def _forget(self, request: InferRequest) -> None:
         request.reply = None
         request.call = None
+        self._budget.used -= len(request.payload)
         request.payload = b""
-        request.objects = None
-        self._budget.used -= request.size
 
     # -- life -----------------------------------------------------------------------
 

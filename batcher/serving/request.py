@@ -15,8 +15,6 @@ class InferRequest(Request):
     Attributes:
         plan: what its header determines.
         payload, base: the message, and where its contents begin within.
-        size: bytes charged to the daemon's in-flight budget.
-        objects: per input the array of a BYTES tensor, else None; None without BYTES.
         id_field: the encoded id field, sent back as it came (empty for none).
         reply, call: where the answer goes; None once it went, or nobody wants it.
         chunks: of a part of a split request, its rows of every output, once run.
@@ -27,11 +25,9 @@ class InferRequest(Request):
         "call",
         "chunks",
         "id_field",
-        "objects",
         "payload",
         "plan",
         "reply",
-        "size",
     )
 
     def __init__(
@@ -58,8 +54,6 @@ class InferRequest(Request):
         self.plan = plan
         self.payload = payload
         self.base = base
-        self.size = len(payload)
-        self.objects: list[Any] | None = None
         self.id_field = id_field
         self.reply = reply
         self.call = call
