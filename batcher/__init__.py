@@ -1,12 +1,7 @@
 """A dynamic-batching scheduler daemon for TensorRT and ONNX Runtime engines."""
 
-from __future__ import annotations
+from typing import Final
 
-from importlib.metadata import PackageNotFoundError, version
-
-try:
-    __version__ = version("trt-batcher")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
+__version__: Final = "0.1.0"
 
 __all__ = ["__version__"]

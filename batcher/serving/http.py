@@ -54,7 +54,10 @@ class HttpServer:
             raise ConfigError(f"cannot listen on http {address}: {error}") from error
         self.address = f"{address.host}:{self._server.server_port}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="http", daemon=True
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},  # seconds that `close` may take
+            name="http",
+            daemon=True,
         )
         self._thread.start()
 

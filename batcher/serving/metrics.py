@@ -1,7 +1,8 @@
 """Prometheus metrics, made from the models' books when somebody scrapes.
 
-Counters keep Triton's names where Triton has them (protocol notes §3.5); what it lacks
-(histograms, padding, fill) is ours, under `batcher_`.
+Counters keep Triton's names where Triton has them (protocol notes §3.5), and are then
+untyped, since the library ends the name of every typed counter in `_total`; what Triton
+lacks (histograms, padding, fill) is ours, under `batcher_`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    UnknownMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -55,91 +57,107 @@ _COUNTERS: tuple[tuple[str, str, Callable[[ModelStatistics], float]], ...] = (
         "Answering, cumulative over requests",
         lambda s: s.output_ns / 1e3,
     ),
-    (
-        "batcher_padding_rows",
-        "Rows run only to fill batches up to their rung",
-        lambda s: s.padding_rows,
-    ),
 )
 
 
-class ModelCollector(Collector):
-    """The metrics of all models and of the daemon.
+def collect(served: Iterable[Model], budget: Budget) -> list[Metric]:
+    """The metrics of these models and of the daemon, as they are at this moment.
 
-    Args:
-        models: the models that are there at the moment.
-        budget: the in-flight bytes.
+    To be called where the books are written, on the event loop. Making the page of
+    them (`exposition`) is the larger part of the work, and may be done anywhere.
     """
-
-    def __init__(self, models: Callable[[], Iterable[Model]], budget: Budget) -> None:
-        self._models = models
-        self._budget = budget
-
-    def collect(self) -> Iterator[Metric]:
-        models = [(m, (m.signature.name, m.signature.version)) for m in self._models()]
-        for name, text, value in _COUNTERS:
-            family = CounterMetricFamily(name, text, labels=_LABELS)
-            for model, labels in models:
-                family.add_metric(labels, value(model.statistics))
-            yield family
-        failures = CounterMetricFamily(
-            "nv_inference_request_failure",
-            "Requests not answered with a result",
-            labels=(*_LABELS, "reason"),
-        )
-        waiting = GaugeMetricFamily(
-            "nv_inference_pending_request_count",
-            "Requests that wait in the queue",
-            labels=_LABELS,
-        )
+    models = [(m, (m.signature.name, m.signature.version)) for m in served]
+    families: list[Metric] = []
+    for name, text, value in _COUNTERS:
+        counter = UnknownMetricFamily(name, text, labels=_LABELS)
         for model, labels in models:
-            for reason, count in model.statistics.failures.items():
-                failures.add_metric((*labels, reason), count)
-            waiting.add_metric(labels, model.scheduler.waiting)
-        yield failures
-        yield waiting
-        yield self._batch_rows(models)
-        yield _durations(
+            counter.add_metric(labels, value(model.statistics))
+        families.append(counter)
+    failures = UnknownMetricFamily(
+        "nv_inference_request_failure",
+        "Requests not answered with a result",
+        labels=(*_LABELS, "reason"),
+    )
+    waiting = GaugeMetricFamily(
+        "nv_inference_pending_request_count",
+        "Requests that wait in the queue",
+        labels=_LABELS,
+    )
+    padding = CounterMetricFamily(
+        "batcher_padding_rows",
+        "Rows run only to fill batches up to their rung",
+        labels=_LABELS,
+    )
+    for model, labels in models:
+        for reason, count in model.statistics.failures.items():
+            failures.add_metric((*labels, reason), count)
+        waiting.add_metric(labels, model.scheduler.waiting)
+        padding.add_metric(labels, model.statistics.padding_rows)
+    families += [failures, waiting, padding, _batch_rows(models)]
+    families.append(
+        _durations(
             "batcher_request_duration_seconds",
             "Arrival to answer",
             [(labels, m.statistics.latency) for m, labels in models],
         )
-        yield _durations(
+    )
+    families.append(
+        _durations(
             "batcher_queue_duration_seconds",
             "Arrival to run",
             [(labels, m.statistics.waiting) for m, labels in models],
         )
-        yield GaugeMetricFamily(
+    )
+    families.append(
+        GaugeMetricFamily(
             "batcher_in_flight_bytes",
             "Bytes of requests that are not answered",
-            value=self._budget.used,
+            value=budget.used,
         )
-        yield GaugeMetricFamily(
+    )
+    families.append(
+        GaugeMetricFamily(
             "batcher_in_flight_bytes_limit",
             "Above this many bytes requests are refused",
-            value=self._budget.limit,
+            value=budget.limit,
         )
+    )
+    return families
 
-    @staticmethod
-    def _batch_rows(models: list[tuple[Model, tuple[str, str]]]) -> Metric:
-        family = HistogramMetricFamily(
-            "batcher_batch_rows", "Rows of the batches run", labels=_LABELS
-        )
-        for model, labels in models:
-            sizes = [(n, b.runs) for n, b in list(model.statistics.batches.items())]
-            bounds = []
-            edge = 1
-            while edge < model.signature.max_batch:
-                bounds.append(edge)
-                edge *= 2
-            bounds.append(model.signature.max_batch)
-            buckets = [
-                (str(float(bound)), sum(runs for n, runs in sizes if n <= bound))
-                for bound in bounds
-            ]
-            buckets.append(("+Inf", sum(runs for _, runs in sizes)))
-            family.add_metric(labels, buckets, sum(n * runs for n, runs in sizes))
-        return family
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """The page that Prometheus reads."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(families)))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    """Families that are there already, as the library wants to be given them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families)
+
+
+def _batch_rows(models: list[tuple[Model, tuple[str, str]]]) -> Metric:
+    family = HistogramMetricFamily(
+        "batcher_batch_rows", "Rows of the batches run", labels=_LABELS
+    )
+    for model, labels in models:
+        sizes = [(n, b.runs) for n, b in model.statistics.batches.items()]
+        largest = model.signature.max_batch
+        bounds = [1 << i for i in range(largest.bit_length()) if 1 << i < largest]
+        bounds.append(largest)
+        buckets = [
+            (str(float(bound)), sum(runs for n, runs in sizes if n <= bound))
+            for bound in bounds
+        ]
+        buckets.append(("+Inf", sum(runs for _, runs in sizes)))
+        family.add_metric(labels, buckets, sum(n * runs for n, runs in sizes))
+    return family
 
 
 def _durations(
@@ -156,10 +174,3 @@ def _durations(
         buckets.append(("+Inf", total + counts[-1]))
         family.add_metric(labels, buckets, sum_ns / 1e9)
     return family
-
-
-def exposition(collector: Collector) -> bytes:
-    """The page that Prometheus reads."""
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return generate_latest(registry)

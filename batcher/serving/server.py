@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Metric
+
 from batcher import __version__
 from batcher.config import ServerConfig
 from batcher.errors import BatcherError, ConfigError
@@ -30,7 +32,7 @@ from batcher.serving.driver import Driver
 from batcher.serving.health import Health
 from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
-from batcher.serving.metrics import ModelCollector, exposition
+from batcher.serving.metrics import collect, exposition
 from batcher.serving.model import Budget, Model
 from batcher.serving.repository import ModelSource, find_models
 from engines import EngineError
@@ -87,7 +89,7 @@ class Server:
         """
         started = time.monotonic()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         self._driver = Driver(loop)
@@ -145,12 +147,18 @@ class Server:
             )
         self._driver.serve(self._transports)
         if self._http_address is not None:
-            collector = ModelCollector(self._directory.all, self._budget)
             self._http = HttpServer(
-                self._http_address,
-                lambda: self._directory.ready,
-                lambda: exposition(collector),
+                self._http_address, lambda: self._directory.ready, self._metrics
             )
+
+    def _metrics(self) -> bytes:
+        """The metrics page; called on a thread of the HTTP server."""
+
+        async def read() -> list[Metric]:
+            return collect(self._directory.all(), self._budget)
+
+        books = asyncio.run_coroutine_threadsafe(read(), self._loop)
+        return exposition(books.result(timeout=10))
 
     def _is_native(self, address: Address) -> bool:
         choice = self._config.transport

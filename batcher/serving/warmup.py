@@ -29,6 +29,7 @@ _MAX_CELLS: Final = 64
 _LARGE_RUN_NS: Final = 200_000_000
 """The largest batch is warmed only when it should take less than this, where any
 shape may run anyway."""
+_TOLERANCE: Final = 0.02
 
 
 @dataclass
@@ -237,10 +238,15 @@ def _compare_padding(
 
 
 def _close(a: Any, b: Any) -> bool:
-    if a.dtype == object:
-        return bool(np.array_equal(a, b))
-    if a.dtype.kind in "biu":
+    """Whether two outputs agree but for rounding.
+
+    Generous, since made-up input can be badly conditioned (differences of 0.2 % of the
+    range were seen on a model that is exact on real input), while rows that depend on
+    each other differ by as much as they hold.
+    """
+    if a.dtype == object or a.dtype.kind in "biu":
         return bool(np.array_equal(a, b))
     x, y = a.astype(np.float64), b.astype(np.float64)
-    tolerance = 1e-4 if a.dtype.itemsize >= 4 else 2e-2
-    return bool(np.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True))
+    finite = np.abs(x[np.isfinite(x)])
+    tolerance = _TOLERANCE * (finite.max() if finite.size else 1.0)
+    return bool(np.allclose(x, y, rtol=_TOLERANCE, atol=tolerance, equal_nan=True))
