@@ -129,37 +129,41 @@ class GrpcioTransport:
             guard.close()
         self._guards.clear()
 
-    async def unary(
-        self, method: str, payload: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> bytes:
-        """Serves one unary call."""
-        call = _Call(asyncio.get_running_loop().create_future())
-        self.unanswered += 1
-        try:
-            token = self._handler.on_call(
-                self,
-                call,
-                method,
-                payload,
-                tuple(context.invocation_metadata() or ()),
-                deadline_ns(context),
-                context.peer(),
-            )
-            self._after_call()
+    def unary(self, method: str) -> Callable[..., Any]:
+        """The handler of one unary method."""
+        on_call = self._handler.on_call
+        on_cancel = self._handler.on_cancel
+        after_call = self._after_call
+        loop = asyncio.get_running_loop()
+
+        async def serve(payload: bytes, context: Any) -> bytes:
+            call = _Call(loop.create_future())
+            metadata = context.invocation_metadata() or ()
+            peer = context.peer()
+            self.unanswered += 1
             try:
-                answer = await call.answer
-            except asyncio.CancelledError:
-                if token is not None:
-                    self._handler.on_cancel(token)
-                raise
-        finally:
-            self.unanswered -= 1
-        if call.trailing:
-            context.set_trailing_metadata(call.trailing)
-        if call.failure is not None:
-            code, text, trailing = call.failure
-            await context.abort(_CODES[code], text, trailing)
-        return answer
+                token = on_call(
+                    self, call, method, payload, metadata, deadline_ns(context), peer
+                )
+                if token is None:
+                    answer = call.answer.result()
+                else:
+                    after_call()
+                    try:
+                        answer = await call.answer
+                    except asyncio.CancelledError:
+                        on_cancel(token)
+                        raise
+            finally:
+                self.unanswered -= 1
+            if call.trailing:
+                context.set_trailing_metadata(call.trailing)
+            if call.failure is not None:
+                code, text, trailing = call.failure
+                await context.abort(_CODES[code], text, trailing)
+            return answer
+
+        return serve
 
     async def stream_infer(
         self, messages: Any, context: grpc.aio.ServicerContext[Any, Any]
@@ -192,7 +196,7 @@ class _Methods(grpc.GenericRpcHandler):
 
     def __init__(self, transport: GrpcioTransport, methods: Sequence[str]) -> None:
         self._handlers: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(_unary(transport, name))
+            name: grpc.unary_unary_rpc_method_handler(transport.unary(name))
             for name in methods
         }
         self._handlers[STREAM_INFER] = grpc.stream_stream_rpc_method_handler(
@@ -201,10 +205,3 @@ class _Methods(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         return self._handlers.get(handler_call_details.method)
-
-
-def _unary(transport: GrpcioTransport, method: str) -> Callable[..., Any]:
-    async def serve(payload: bytes, context: Any) -> bytes:
-        return await transport.unary(method, payload, context)
-
-    return serve

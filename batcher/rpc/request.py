@@ -21,6 +21,9 @@ from batcher.rpc.signature import ModelSignature, TensorSignature
 MAX_PARAMETERS: Final = 256
 MAX_ID_BYTES: Final = 65_536
 MAX_NAMES_SHOWN: Final = 16
+MAX_EMPTY_VOLUME: Final = 1 << 24
+"""The most that the other axes of an empty tensor may multiply to: its shape costs no
+bytes, but outputs may have every axis except the empty one."""
 
 Shape = tuple[int, ...]
 
@@ -153,6 +156,11 @@ def _check_type_and_shape(
         raise InvalidRequest(
             f"unexpected shape for input {name} of model {_quoted(model.name)}: "
             f"expected {signature.wire_shape}{note}, got {_shown(shape)}"
+        )
+    if 0 in shape and _count(tuple(size or 1 for size in shape)) > MAX_EMPTY_VOLUME:
+        raise InvalidRequest(
+            f"input {name} of shape {_shown(shape)} is empty; its other axes may "
+            f"multiply to {MAX_EMPTY_VOLUME} at most"
         )
     if tensor.parameters:
         _check_tensor_parameters(name, tensor.parameters)

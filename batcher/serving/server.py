@@ -113,8 +113,10 @@ class Server:
         await self._health.set_ready(False)
         config = self._config
         limit = config.max_message_mb << 20
-        native = [a for a in self._addresses if self._is_native(a)]
-        others = [a for a in self._addresses if not self._is_native(a)]
+        native: list[Address] = []
+        others: list[Address] = []
+        for address in self._addresses:
+            (native if self._is_native(address) else others).append(address)
         fallback: str | None = None
         if native:
             self._fallback_folder = tempfile.mkdtemp(prefix="batcher-")
