@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from batcher import __version__
+from batcher.cli_bench import bench
 from batcher.errors import BatcherError
 
 app = typer.Typer(
@@ -19,6 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+app.command()(bench)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,1 @@
+"""Load generator, simulator and tuner: what measures and adjusts the daemon."""

@@ -1,0 +1,291 @@
+"""Request bodies: serialised ModelInferRequests, and how to make them.
+
+A body is bytes with a weight; the functions make one from a server's metadata, from
+numpy arrays and files, or from raw bytes. Nothing here sends load. The message classes
+and grpcio are imported where they are used: a worker process needs neither.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from batcher.errors import BatcherError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from batcher.rpc.messages import ModelInferRequest
+    from batcher.tuning.headers import Metadata
+
+_NUMPY_NAMES: Final = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+_NUMPY_TYPES: Final = {name: np.dtype(kind) for kind, name in _NUMPY_NAMES.items()}
+_ITEM_BYTES: Final = {
+    **{name: kind.itemsize for name, kind in _NUMPY_TYPES.items()},
+    "BF16": 2,
+}
+
+_METADATA_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """One kind of request of the load."""
+
+    message: bytes
+    """The serialised ModelInferRequest."""
+
+    label: str = ""
+    """What the report calls it; empty for its position in the list."""
+
+    weight: float = 1.0
+    """How often it is sent, relative to the other bodies' weights."""
+
+    deadline_us: int | None = None
+    """Microseconds after which the call is given up (`grpc-timeout`), or None."""
+
+    metadata: Metadata = ()
+    """Metadata sent with each call; the value of a `-bin` key is bytes."""
+
+    expected_raw: tuple[bytes, ...] | None = None
+    """The answer's `raw_output_contents`, for verification; None takes the answer
+    to the request that is sent before the run as the right one."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(
+                f"body {self.label!r}: weight is {self.weight}; it must be above 0"
+            )
+        if self.deadline_us is not None and self.deadline_us <= 0:
+            raise ConfigError(
+                f"body {self.label!r}: deadline_us is {self.deadline_us}; it must be "
+                "above 0"
+            )
+
+
+def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Read `name:1,128`: an input and its shape; `name:` is a scalar.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    name, colon, dims = text.rpartition(":")
+    try:
+        shape = tuple(int(dim) for dim in dims.split(",")) if dims else ()
+    except ValueError:
+        shape = (-1,)
+    if not name or not colon or min(shape, default=0) < 0:
+        raise ConfigError(f"shape {text!r}: give it as name:1,128")
+    return name, shape
+
+
+def body_from_metadata(
+    target: str,
+    model: str,
+    *,
+    version: str = "",
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    rows: int = 1,
+    seed: int = 0,
+) -> Body:
+    """A body of random values for a model that a server describes.
+
+    Args:
+        target: the server, `host:port` or `unix:PATH`.
+        model: name of the model.
+        version: of the model; empty leaves the choice to the server.
+        shapes: shapes of inputs by name, where the metadata's are not fixed or not
+            wanted; other dynamic dimensions are 1.
+        rows: the first dimension of the other inputs, where it is dynamic.
+        seed: of the values. Floats are normal, integers 0 or 1 (valid as a token, a
+            mask and a segment alike), strings random words of 8 letters.
+
+    Raises:
+        BatcherError: the server cannot be reached or does not know the model.
+        ConfigError: a shape is for no input, or has another number of dimensions.
+    """
+    from batcher.rpc.messages import ModelMetadataRequest, ModelMetadataResponse
+    from batcher.tuning.unary import call
+
+    metadata = call(
+        target,
+        "ModelMetadata",
+        ModelMetadataRequest(name=model, version=version),
+        ModelMetadataResponse,
+        timeout_s=_METADATA_TIMEOUT_S,
+    )
+    shapes = dict(shapes or {})
+    random = np.random.default_rng(seed)
+    tensors = []
+    for declared in metadata.inputs:
+        dims = [int(dim) for dim in declared.shape]
+        shape = tuple(shapes.pop(declared.name, ()))
+        if not shape:
+            first = [rows if dim < 0 else dim for dim in dims[:1]]
+            shape = (*first, *(1 if dim < 0 else dim for dim in dims[1:]))
+        if len(shape) != len(dims) or any(
+            dim not in (-1, given) for dim, given in zip(dims, shape, strict=True)
+        ):
+            raise ConfigError(
+                f"input {declared.name!r} of model {model!r} has the shape {dims} "
+                f"(-1 is any size), not {list(shape)}"
+            )
+        raw = _random_raw(random, declared.datatype, math.prod(shape))
+        tensors.append((declared.name, declared.datatype, shape, raw))
+    if shapes:
+        names = ", ".join(t.name for t in metadata.inputs)
+        raise ConfigError(
+            f"shape for {', '.join(shapes)}, but model {model!r} has the inputs {names}"
+        )
+    return _body(model, version, tensors)
+
+
+def body_from_arrays(
+    model: str, arrays: Mapping[str, np.ndarray], *, version: str = ""
+) -> Body:
+    """A body of numpy arrays by input name; arrays of strings or bytes are BYTES.
+
+    Raises:
+        ConfigError: an array's dtype is none of the protocol's.
+    """
+    tensors = []
+    for name, array in arrays.items():
+        if array.dtype.kind in "US" or (
+            array.dtype.kind == "O"
+            and all(isinstance(item, str | bytes) for item in array.flat)
+        ):
+            raw = _bytes_raw(
+                [x.encode() if isinstance(x, str) else bytes(x) for x in array.flat]
+            )
+            tensors.append((name, "BYTES", array.shape, raw))
+            continue
+        datatype = _NUMPY_NAMES.get(array.dtype.name)
+        if datatype is None:
+            raise ConfigError(
+                f"input {name!r}: dtype {array.dtype} is not one of the protocol's "
+                f"({', '.join(_NUMPY_NAMES)}, strings)"
+            )
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        tensors.append((name, datatype, array.shape, little.tobytes()))
+    return _body(model, version, tensors)
+
+
+def body_from_npz(model: str, path: Path, *, version: str = "") -> Body:
+    """A body of an `.npz` file: each array is the input of its name.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds pickled objects.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, AttributeError) as fault:
+        raise ConfigError(f"body {path}: {fault}") from fault
+    return body_from_arrays(model, arrays, version=version)
+
+
+def body_from_npy(model: str, paths: Mapping[str, Path], *, version: str = "") -> Body:
+    """A body of one `.npy` file per input name.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds pickled objects.
+    """
+    arrays = {}
+    for name, path in paths.items():
+        try:
+            arrays[name] = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as fault:
+            raise ConfigError(f"body {path}: {fault}") from fault
+        if not isinstance(arrays[name], np.ndarray):
+            raise ConfigError(f"body {path}: not an .npy file of one array")
+    return body_from_arrays(model, arrays, version=version)
+
+
+def body_from_raw(
+    model: str,
+    inputs: Mapping[str, tuple[str, Sequence[int], Path]],
+    *,
+    version: str = "",
+) -> Body:
+    """A body of files that hold a tensor's bytes as the wire has them.
+
+    Args:
+        model: name of the model.
+        inputs: by input name the datatype (`FP32`, `BYTES`, …), shape and file.
+        version: of the model; empty leaves the choice to the server.
+
+    Raises:
+        ConfigError: a file cannot be read, or has not the bytes of its shape.
+    """
+    tensors = []
+    for name, (datatype, shape, path) in inputs.items():
+        try:
+            raw = path.read_bytes()
+        except OSError as fault:
+            raise ConfigError(f"body {path}: {fault}") from fault
+        item_bytes = _ITEM_BYTES.get(datatype)
+        if item_bytes is None and datatype != "BYTES":
+            raise ConfigError(f"input {name!r}: unknown datatype {datatype!r}")
+        if item_bytes is not None and len(raw) != math.prod(shape) * item_bytes:
+            raise ConfigError(
+                f"body {path}: {len(raw)} bytes, but {datatype} of shape "
+                f"{list(shape)} has {math.prod(shape) * item_bytes}"
+            )
+        tensors.append((name, datatype, tuple(shape), raw))
+    return _body(model, version, tensors)
+
+
+def _body(
+    model: str,
+    version: str,
+    tensors: list[tuple[str, str, tuple[int, ...], bytes]],
+) -> Body:
+    from batcher.rpc.messages import ModelInferRequest
+
+    request: ModelInferRequest = ModelInferRequest(
+        model_name=model, model_version=version
+    )
+    for name, datatype, shape, raw in tensors:
+        tensor = request.inputs.add(name=name, datatype=datatype)
+        tensor.shape.extend(shape)
+        request.raw_input_contents.append(raw)
+    shapes = " ".join(f"{name}{list(shape)}" for name, _, shape, _ in tensors)
+    return Body(message=request.SerializeToString(), label=shapes)
+
+
+def _random_raw(random: np.random.Generator, datatype: str, size: int) -> bytes:
+    if datatype == "BYTES":
+        words = random.integers(97, 123, size=(size, 8), dtype=np.uint8)
+        return _bytes_raw([word.tobytes() for word in words])
+    if datatype == "BF16":
+        # The high half of a little-endian float32 (protocol notes §1.3).
+        halves = random.standard_normal(size, dtype=np.float32).view("<u2")
+        return halves[1::2].tobytes()
+    kind = _NUMPY_TYPES.get(datatype)
+    if kind is None:
+        raise BatcherError(f"the model has an input of unknown datatype {datatype!r}")
+    if kind.kind == "f":
+        return random.standard_normal(size).astype(kind).tobytes()
+    return random.integers(0, 2, size=size).astype(kind).tobytes()
+
+
+def _bytes_raw(items: Sequence[bytes]) -> bytes:
+    """BYTES on the wire: each element after its length, 4 bytes little-endian."""
+    return b"".join(len(item).to_bytes(4, "little") + item for item in items)

@@ -1,0 +1,144 @@
+"""The sending half of an HTTP/2 connection: streams opened, bodies held back, bytes.
+
+Flow control towards the peer lives here (§ is of RFC 9113); what the peer says is read
+in `http2`. Sans-IO: what must be sent collects until `take`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batcher.tuning import frames
+from batcher.tuning.frames import FRAME_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batcher.tuning.calls import Call
+
+
+class _Stalled:
+    """A request body of which the peer's flow control holds back a part."""
+
+    __slots__ = ("call", "sent_bytes", "window")
+
+    def __init__(self, call: Call, window: int) -> None:
+        self.call = call
+        self.sent_bytes = 0
+        self.window = window
+
+
+class Outbox:
+    """What goes to the peer of one connection."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Call] = {}
+        """Calls on the wire by stream id."""
+        self.used_up = False
+        """Whether there are no more stream ids."""
+        self._output = [frames.opening()]
+        self._stalled: dict[int, _Stalled] = {}
+        self._next_id = 1
+        self._form = 0
+        self._window = frames.DEFAULT_WINDOW
+        self._stream_window = frames.DEFAULT_WINDOW
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether a part of some request body waits for the peer's windows."""
+        return bool(self._stalled)
+
+    def open(self, calls: Iterable[Call]) -> None:
+        """Put each call on a stream of its own."""
+        streams = self.streams
+        append = self._output.append
+        for call in calls:
+            stream_id = self._next_id
+            self._next_id = stream_id + 2
+            call.stream_id = stream_id
+            streams[stream_id] = call
+            request = call.request
+            form = self._form
+            self._form = form | 1
+            window = self._window - request.size_bytes
+            if window < 0 or self._stalled or request.size_bytes > self._stream_window:
+                self._hold_back(call, form)
+            else:
+                self._window = window
+                append(stream_id.to_bytes(4, "big").join(request.pieces[form]))
+        self.used_up = self._next_id > frames.LAST_STREAM_ID
+
+    def frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        """Send a frame."""
+        self._output.append(frames.frame(kind, flags, stream_id, payload))
+
+    def take(self) -> bytes:
+        """What must be sent now; empty when there is nothing."""
+        output = self._output
+        if not output:
+            return b""
+        data = output[0] if len(output) == 1 else b"".join(output)
+        output.clear()
+        return data
+
+    def reset(self, stream_id: int) -> None:
+        """Tell the peer that we have lost interest in a stream (CANCEL)."""
+        self._stalled.pop(stream_id, None)
+        self.frame(frames.RST_STREAM, 0, stream_id, frames.CANCEL.to_bytes(4, "big"))
+
+    def forget(self, stream_id: int) -> bool:
+        """A stream has ended; returns whether a part of its body was not sent."""
+        return self._stalled.pop(stream_id, None) is not None
+
+    def use_no_table(self) -> None:
+        """The peer's header table is too small: send headers without it."""
+        # The next block says so (RFC 7541 §4.2).
+        self._form = 2
+
+    def set_stream_window(self, size: int) -> None:
+        """The peer's SETTINGS_INITIAL_WINDOW_SIZE, for open streams too (§6.9.2)."""
+        grown = size - self._stream_window
+        self._stream_window = size
+        for body in self._stalled.values():
+            body.window += grown
+
+    def grow_window(self, stream_id: int, grown: int) -> None:
+        """The peer's WINDOW_UPDATE, of the connection if `stream_id` is 0."""
+        if stream_id == 0:
+            self._window += grown
+        elif (body := self._stalled.get(stream_id)) is not None:
+            body.window += grown
+        if self._stalled:
+            self.pump()
+
+    def pump(self) -> None:
+        """Send of the held-back bodies what the windows allow, oldest first."""
+        for stream_id, body in [*self._stalled.items()]:
+            data = body.call.request.data
+            left = len(data) - body.sent_bytes
+            while left > 0:
+                size = min(left, FRAME_BYTES, self._window, body.window)
+                if size <= 0:
+                    break
+                chunk = data[body.sent_bytes : body.sent_bytes + size]
+                left -= size
+                body.sent_bytes += size
+                body.window -= size
+                self._window -= size
+                flags = 0 if left else frames.END_STREAM
+                self.frame(frames.DATA, flags, stream_id, chunk)
+            if left == 0:
+                del self._stalled[stream_id]
+            if self._window <= 0:
+                return
+
+    def clear(self) -> None:
+        """The connection is gone."""
+        self.streams.clear()
+        self._stalled.clear()
+
+    def _hold_back(self, call: Call, form: int) -> None:
+        block = call.request.blocks[form]
+        self.frame(frames.HEADERS, frames.END_HEADERS, call.stream_id, block)
+        self._stalled[call.stream_id] = _Stalled(call, self._stream_window)
+        self.pump()

@@ -1,0 +1,145 @@
+"""From the processes' results to one report, with what to beware of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from batcher.tuning.latency import LatencySummary
+from batcher.tuning.plan import ErrorCount
+from batcher.tuning.report import BenchReport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batcher.tuning.plan import WorkerResult
+    from batcher.tuning.server_stats import ModelUse
+
+BUSY_LIMIT: Final = 0.9
+"""Fraction of a core from which on a process is taken for the limit."""
+
+LAG_LIMIT_NS: Final = 1_000_000
+"""Send lag (p99, nanoseconds) from which on the generator is too late."""
+
+_KEPT_UP: Final = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of a run besides its processes' results."""
+
+    target: str
+    """Address of the server."""
+
+    load: str
+    """The load in words."""
+
+    open_loop: bool
+    """Whether the load has arrivals of its own."""
+
+    connections: int
+    """Connections to the server."""
+
+    seed: int
+    """Seed of everything random."""
+
+    interrupted: bool
+    """Whether the run was stopped early."""
+
+    models: tuple[ModelUse, ...] | None
+    """The server's figures, or None."""
+
+    models_note: str
+    """Why there are none."""
+
+
+def summarise(facts: RunFacts, results: Sequence[WorkerResult]) -> BenchReport:
+    """Put the report of a run together."""
+    latency = LatencySummary(r.latency for r in results)
+    lag = LatencySummary(r.send_lag for r in results) if facts.open_loop else None
+    window_s = max(r.window_ns for r in results) / 1e9
+    sent = sum(r.sent for r in results)
+    handled = sum(r.handled for r in results)
+    report = BenchReport(
+        target=facts.target,
+        load=facts.load,
+        connections=facts.connections,
+        processes=len(results),
+        seed=facts.seed,
+        window_s=window_s,
+        interrupted=facts.interrupted,
+        sent=sent,
+        succeeded=sum(r.succeeded for r in results),
+        answered_per_s=_per_s(sum(r.answered_in_window for r in results), window_s),
+        offered_per_s=_per_s(sent, window_s) if facts.open_loop else None,
+        errors=_errors(results),
+        latency=latency,
+        send_lag=lag,
+        generator_cpu_us_per_request=(
+            sum(r.cpu_ns for r in results) / handled / 1000 if handled else 0.0
+        ),
+        generator_busy=tuple(r.cpu_ns / max(1, r.wall_ns) for r in results),
+        generator_starved=tuple(r.runqueue_ns / max(1, r.wall_ns) for r in results),
+        verified=sum(r.verified for r in results),
+        mismatches=sum(r.mismatches for r in results),
+        mismatch_sample=next(
+            (r.mismatch_sample for r in results if r.mismatch_sample), ""
+        ),
+        retries=sum(r.retries for r in results),
+        connections_lost=sum(r.connections_lost for r in results),
+        models=facts.models,
+        models_note=facts.models_note,
+        warnings=(),
+    )
+    return replace(report, warnings=tuple(_warnings(report)))
+
+
+def _per_s(count: int, window_s: float) -> float:
+    return count / window_s if window_s else 0.0
+
+
+def _errors(results: Sequence[WorkerResult]) -> dict[str, ErrorCount]:
+    merged: dict[str, ErrorCount] = {}
+    for result in results:
+        for code, error in result.errors.items():
+            known = merged.setdefault(code, ErrorCount(0, error.sample))
+            known.count += error.count
+    return merged
+
+
+def _warnings(report: BenchReport) -> list[str]:
+    found = []
+    if not report.succeeded:
+        found.append("no request succeeded: there is no latency to report")
+    pairs = zip(report.generator_busy, report.generator_starved, strict=True)
+    for index, (busy, starved) in enumerate(pairs):
+        if busy + starved > BUSY_LIMIT:
+            found.append(
+                f"load process {index} used {busy:.0%} of a core and waited "
+                f"{starved:.0%} of the time for one: the generator may be the limit, "
+                "not the server; give it more processes or cores of its own"
+            )
+    lag = report.send_lag
+    if lag is not None and lag.percentile_ns(99) > LAG_LIMIT_NS:
+        found.append(
+            f"1 % of the requests left {lag.percentile_ns(99) / 1e6:.1f} ms late or "
+            "later: the generator did not keep the schedule (the delay is in the "
+            "latencies)"
+        )
+    offered = report.offered_per_s
+    if offered is not None and report.answered_per_s < _KEPT_UP * offered:
+        found.append(
+            f"the server answered {report.answered_per_s:,.0f} of the "
+            f"{offered:,.0f} requests offered per second: latencies grow with the "
+            "length of the run"
+        )
+    if report.connections_lost:
+        found.append(f"connections were lost {report.connections_lost} times")
+    if report.mismatches:
+        found.append(
+            f"{report.mismatches} of {report.verified} compared answers are wrong: "
+            f"{report.mismatch_sample}"
+        )
+    if not report.latency.exact:
+        found.append("so many requests that percentiles are to 0.2 %")
+    return found

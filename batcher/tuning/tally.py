@@ -1,0 +1,212 @@
+"""Counting of one process: which requests are measured, and what became of them.
+
+A request is measured when the instant it was due lies in the window; an answer counts
+towards the rate when it arrives in the window. The loop that sends is `worker`; no
+sockets here, and instants are passed in.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from batcher.tuning.headers import OK, code_name
+from batcher.tuning.latency import LatencyRecorder
+from batcher.tuning.plan import (
+    OVERFLOW,
+    UNANSWERED,
+    ErrorCount,
+    WorkerCounts,
+    WorkerResult,
+)
+from batcher.tuning.verify import difference
+
+if TYPE_CHECKING:
+    from batcher.tuning.calls import Call
+    from batcher.tuning.plan import WorkerPlan
+
+_REPORT_NS: Final = 200_000_000
+
+
+class Tally:
+    """The counts of one process."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self.result = WorkerResult()
+        self.outstanding = 0
+        """Measured requests without an answer."""
+        self.give_up_at_ns = 0
+        """When answers are no longer waited for."""
+        self._plan = plan
+        self._from_ns = 0
+        self._until_ns = 0
+        self._latency = LatencyRecorder()
+        self._lag = LatencyRecorder()
+        self._in_flight = 0
+        self._answered = 0
+        self._errors = 0
+        self._left = plan.requests
+        self._verify_due = 0.0
+        self._report_at_ns = 0
+        self._last_answer_ns = 0
+        self._readings: list[tuple[int, int, int, int]] = []
+
+    def begin(self, start_at_ns: int) -> None:
+        """The load begins at this instant, the window after the warm-up."""
+        self._from_ns = start_at_ns + self._plan.warmup_ns
+        self._until_ns = self._from_ns + self._plan.measure_ns
+        self.give_up_at_ns = self._until_ns + self._plan.drain_ns
+
+    def admit(self, due_ns: int, calls: int) -> tuple[int, bool]:
+        """How many of `calls`, due now or at `due_ns`, may be sent; whether measured.
+
+        Those that may are counted as sent.
+        """
+        measured = self._from_ns <= due_ns < self._until_ns
+        if self._left is not None and due_ns >= self._from_ns:
+            calls = min(calls, self._left) if measured else 0
+            self._left -= calls
+        self._in_flight += calls
+        if measured:
+            self.result.sent += calls
+            self.outstanding += calls
+        return calls, measured
+
+    def samples(self) -> bool:
+        """Whether the answer to a measured call, sent now, is to be compared."""
+        self._verify_due += self._plan.verify_fraction
+        if self._verify_due < 1:
+            return False
+        self._verify_due -= 1
+        return True
+
+    def note_lag(self, due_ns: int, now_ns: int) -> None:
+        """A measured request due at `due_ns` leaves now."""
+        self._lag.record(now_ns - due_ns)
+
+    def finish(self, calls: list[Call], now_ns: int) -> None:
+        """Count calls that ended."""
+        # The hot half of counting: what can be done for all at once is.
+        record = self._latency.record
+        measured = succeeded = failed = 0
+        for call in calls:
+            measured += call.measured
+            if call.code != OK:
+                failed += 1
+                if call.measured:
+                    self._count_error(code_name(call.code), call.text, call)
+            elif call.measured:
+                succeeded += 1
+                record(now_ns - call.due_ns)
+                if call.payload is not None:
+                    self._verify(call, call.payload)
+        answered = len(calls) - failed
+        self._in_flight -= len(calls)
+        self._answered += answered
+        self._errors += failed
+        self.outstanding -= measured
+        if succeeded:
+            self.result.succeeded += succeeded
+            self._last_answer_ns = now_ns
+        if self._from_ns <= now_ns < self._until_ns:
+            self.result.answered_in_window += answered
+
+    def is_full(self) -> bool:
+        """Open loop: whether more requests are admitted than may be in flight."""
+        return self._in_flight > self._plan.max_in_flight
+
+    def overflow(self, call: Call) -> None:
+        """A call was admitted, but cannot be sent: too many are in flight."""
+        limit = self._plan.max_in_flight * self._plan.processes
+        self._in_flight -= 1
+        self._errors += 1
+        if call.measured:
+            self.outstanding -= 1
+            self._count_error(OVERFLOW, f"not sent: {limit} are in flight", call)
+
+    def is_complete(self, now_ns: int) -> bool:
+        """Whether nothing measured will be sent any more."""
+        return now_ns >= self._until_ns or self._left == 0
+
+    def next_boundary_ns(self, now_ns: int, at_most_ns: int) -> int:
+        """The next instant that must not be slept through."""
+        for boundary in (self._from_ns, self._until_ns, self.give_up_at_ns):
+            if now_ns < boundary < at_most_ns:
+                return boundary
+        return at_most_ns
+
+    def tick(self, now_ns: int) -> WorkerCounts | None:
+        """Bound the memory, read the CPU time; the counts, every so often."""
+        self._latency.fold()
+        self._lag.fold()
+        if len(self._readings) == 0 and now_ns >= self._from_ns:
+            self._read_cpu(now_ns)
+        if len(self._readings) == 1 and now_ns >= self._until_ns:
+            self._read_cpu(now_ns)
+        if now_ns < self._report_at_ns:
+            return None
+        self._report_at_ns = now_ns + _REPORT_NS
+        return WorkerCounts(self._answered, self._errors, self._in_flight)
+
+    def end(self, now_ns: int, *, interrupted: bool) -> None:
+        """The run is over: complete `result`."""
+        result = self.result
+        if len(self._readings) == 1:
+            self._read_cpu(now_ns)
+        if len(self._readings) == 2:
+            first, last = self._readings
+            result.wall_ns = last[0] - first[0]
+            result.cpu_ns = last[1] - first[1]
+            result.runqueue_ns = last[2] - first[2]
+            result.handled = last[3] - first[3]
+        if interrupted:
+            result.sent -= self.outstanding
+        elif self.outstanding:
+            waited_s = (now_ns - self._until_ns) / 1e9
+            result.errors[UNANSWERED] = ErrorCount(
+                self.outstanding,
+                f"no answer {waited_s:.1f} s after the end of the window",
+            )
+        until_ns = min(now_ns, self._until_ns)
+        if self._plan.requests is not None:
+            # A number of requests takes until its last answer, and all count.
+            until_ns = self._last_answer_ns or until_ns
+            result.answered_in_window = result.succeeded
+        result.window_ns = max(0, until_ns - self._from_ns)
+        result.latency = self._latency.take()
+        result.send_lag = self._lag.take()
+
+    def _verify(self, call: Call, payload: bytearray) -> None:
+        body = self._plan.bodies[call.request.index]
+        if body.expected_raw is None:
+            return
+        self.result.verified += 1
+        fault = difference(payload, body.expected_raw)
+        if fault:
+            self.result.mismatches += 1
+            if not self.result.mismatch_sample:
+                self.result.mismatch_sample = f"{self._label(call)}: {fault}"
+
+    def _count_error(self, code: str, text: str, call: Call) -> None:
+        known = self.result.errors.get(code)
+        if known is not None:
+            known.count += 1
+        else:
+            self.result.errors[code] = ErrorCount(1, f"{self._label(call)}: {text}")
+
+    def _label(self, call: Call) -> str:
+        index = call.request.index
+        return f"body {index} {self._plan.bodies[index].label}".rstrip()
+
+    def _read_cpu(self, now_ns: int) -> None:
+        handled = self._answered + self._errors
+        self._readings.append((now_ns, time.process_time_ns(), runqueue_ns(), handled))
+
+
+def runqueue_ns() -> int:
+    """Nanoseconds that this process has waited for a core; 0 if Linux does not say."""
+    try:
+        with open("/proc/self/schedstat") as file:
+            return int(file.read().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
