@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -216,9 +215,6 @@ def serve(
         batching=batching or None,
         slots=None if slots is None else {"count": slots},
     )
-    # Must be set before gRPC is imported: its event engine costs its listeners 14 to
-    # 26 % of their rate (peer measurements).
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
     from batcher.config import ServerConfig, from_mapping
     from batcher.serving import logs
     from batcher.serving.server import serve as run

@@ -46,8 +46,8 @@ class FakeEngine(Engine):
     """See the module's text.
 
     Raises:
-        EngineLoadError: no input or output, or an output of another dtype than its
-            input's.
+        EngineLoadError: no input or output, two of one name, or an output of another
+            dtype than its input's.
     """
 
     backend = "fake"
@@ -55,6 +55,11 @@ class FakeEngine(Engine):
     def __init__(self, options: FakeOptions) -> None:
         if not options.inputs or not options.outputs:
             raise EngineLoadError("a fake engine needs at least one input and output")
+        for kind, specs in (("input", options.inputs), ("output", options.outputs)):
+            names = [spec.name for spec in specs]
+            for name in names:
+                if names.count(name) > 1:
+                    raise EngineLoadError(f"two {kind}s are called {name!r}")
         for i, output in enumerate(options.outputs):
             source = options.inputs[min(i, len(options.inputs) - 1)]
             if output.dtype != source.dtype:

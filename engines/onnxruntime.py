@@ -59,7 +59,7 @@ class OnnxRuntimeEngine(Engine):
 
     Raises:
         EngineLoadError: the file is missing or damaged, or has an input or output that
-            the protocol has no type for.
+            cannot be handed over.
     """
 
     backend = "onnxruntime"
@@ -74,20 +74,32 @@ class OnnxRuntimeEngine(Engine):
         # Spinning threads would take the cores that the event loop needs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
-        try:
-            self.session = ort.InferenceSession(
-                str(path), options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # ONNX Runtime's classes have no common base
-            raise EngineLoadError(f"{path}: {_first_line(error)}") from error
+        self.session = _session(path, options)
         self.inputs = tuple(_spec(path, arg) for arg in self.session.get_inputs())
         self.outputs = tuple(_spec(path, arg) for arg in self.session.get_outputs())
-        self.has_strings = any(
-            spec.dtype == "BYTES" for spec in (*self.inputs, *self.outputs)
-        )
+        dtypes = {spec.dtype for spec in (*self.inputs, *self.outputs)}
+        self.has_strings = "BYTES" in dtypes
+        if self.has_strings and "BF16" in dtypes:
+            raise EngineLoadError(
+                f"{path}: BYTES and BF16 tensors in one model cannot be run: ONNX "
+                "Runtime's Python interface has no way to hand over both"
+            )
 
     def create_context(self) -> ExecutionContext:
         return _StringContext(self) if self.has_strings else _BoundContext(self)
+
+
+def _session(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    try:
+        return ort.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # ONNX Runtime's classes have no common base
+        # Weight files lie beside a link (a Hugging Face cache) or beside its target.
+        target = path.resolve()
+        if path.is_symlink() and target != path:
+            return _session(target, options)
+        raise EngineLoadError(f"{path}: {_one_line(error)}") from error
 
 
 class _BoundContext(ExecutionContext):
@@ -125,7 +137,7 @@ class _BoundContext(ExecutionContext):
                 )
             ]
         except Exception as error:  # see OnnxRuntimeEngine.__init__
-            raise EngineRunError(_first_line(error)) from error
+            raise EngineRunError(_one_line(error)) from error
         finally:
             binding.clear_binding_inputs()
             binding.clear_binding_outputs()
@@ -149,7 +161,7 @@ class _StringContext(ExecutionContext):
         try:
             results = self._session.run(None, feed)
         except Exception as error:  # see OnnxRuntimeEngine.__init__
-            raise EngineRunError(_first_line(error)) from error
+            raise EngineRunError(_one_line(error)) from error
         final = []
         for spec, result, output in zip(self._outputs, results, outputs, strict=True):
             array = _encoded(result) if spec.dtype == "BYTES" else result
@@ -206,6 +218,6 @@ def _axis(value: object) -> Axis:
     return text if text and text.strip("-?0123456789") else None
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:1000] if text else type(error).__name__
+def _one_line(error: BaseException) -> str:
+    """The whole text: what was expected stands in its later lines."""
+    return " ".join(str(error).split())[:1000] or type(error).__name__

@@ -14,9 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -81,8 +80,7 @@ def _buffer(size: int) -> memoryview:
     return np.empty(size, np.uint8).data
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """A run that has ended.
 
     Attributes:
@@ -141,7 +139,11 @@ class Slot:
         output_shapes: Sequence[Shape | None],
     ) -> None:
         """Rings the engine side: run what lies in `staging`, after what runs now."""
-        self._start.put(_Run(staging, input_shapes, output_shapes))
+        # The arrays are made here, so that nothing but the run itself is left to do
+        # between two runs.
+        inputs = [staging.input_array(i, s) for i, s in enumerate(input_shapes)]
+        outputs = [staging.output_array(i, s) for i, s in enumerate(output_shapes)]
+        self._start.put(_Run(staging, inputs, outputs))
 
     def completions(self) -> list[Completion]:
         """What has ended since the last call, in order."""
@@ -170,10 +172,7 @@ class Slot:
         try:
             if self.dead is not None:
                 raise self.dead
-            inputs = [staging.input_array(i, s) for i, s in enumerate(run.inputs)]
-            targets = [staging.output_array(i, s) for i, s in enumerate(run.outputs)]
-            started_ns = time.monotonic_ns()
-            outputs = self._context.execute(inputs, targets)
+            outputs = self._context.execute(run.inputs, run.outputs)
         except EngineDeadError as dead:
             self.dead = error = dead
         except EngineError as failed:
@@ -185,8 +184,7 @@ class Slot:
         return Completion(staging, outputs, error, started_ns, ended_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(NamedTuple):
     staging: Staging
-    inputs: Sequence[Shape]
-    outputs: Sequence[Shape | None]
+    inputs: list[Array]
+    outputs: list[Array | None]

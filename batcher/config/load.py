@@ -72,9 +72,6 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _line(source: str, fault: Any) -> str:
     where = ".".join(str(p) for p in fault["loc"])
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return f"{source}: {cause}"
     kind = fault["type"]
     if kind == "unexpected_keyword_argument":
         return f"{source}: {where}: no such knob"

@@ -7,12 +7,18 @@ checks that involve several fields stand in `__post_init__`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from batcher.errors import ConfigError
 
 FORBID = {"extra": "forbid"}
+
+MAX_BATCH: Final = 65_536
+_MAX_INT32: Final = 2**31 - 1
+_HOUR_US: Final = 3_600_000_000
+_DAY_MS: Final = 86_400_000
 
 EngineName = Literal["auto", "onnxruntime", "tensorrt", "fake"]
 TransportName = Literal["auto", "native", "grpcio"]
@@ -53,11 +59,13 @@ class BatchingConfig:
     times the largest batch."""
 
     def __post_init__(self) -> None:
-        _at_least("batching.max_delay_us", self.max_delay_us, 0)
-        _at_least("batching.max_queue", self.max_queue, 1)
-        _at_least("batching.timeout_ms", self.timeout_ms, 0)
-        _at_least("batching.max_request_rows", self.max_request_rows, 0)
+        _between("batching.max_delay_us", self.max_delay_us, 0, _HOUR_US)
+        _between("batching.max_queue", self.max_queue, 1, _MAX_INT32)
+        _between("batching.timeout_ms", self.timeout_ms, 0, _DAY_MS)
+        _between("batching.max_request_rows", self.max_request_rows, 0, _MAX_INT32)
         _ascending("batching.rungs", self.rungs)
+        if self.rungs:
+            _between("batching.rungs", self.rungs[-1], 1, MAX_BATCH)
         _ascending("batching.preferred", self.preferred)
         if self.preferred and self.policy != "window":
             raise ConfigError(
@@ -76,9 +84,7 @@ class SlotsConfig:
     """Slots per device."""
 
     def __post_init__(self) -> None:
-        _at_least("slots.count", self.count, 1)
-        if self.count > 64:
-            raise ConfigError(f"slots.count must be at most 64, got {self.count}")
+        _between("slots.count", self.count, 1, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +102,12 @@ class OutputAxisConfig:
     follows: str = ""
     """The axis it follows; may be left out, it is the table's own name."""
 
-    def __post_init__(self) -> None:
-        _at_least("axes.*.outputs.*.axis", self.axis, 1)
-        if self.ratio <= 0:
-            raise ConfigError(f"axes.*.outputs.*.ratio must be > 0, got {self.ratio}")
+    def check(self, where: str) -> None:
+        """Checks the values; `where` is the table's key path."""
+        if self.axis < 1:
+            raise ConfigError(f"{where}.axis must be at least 1, got {self.axis}")
+        if not 0 < self.ratio < math.inf:
+            raise ConfigError(f"{where}.ratio must be > 0, got {self.ratio}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,15 +135,20 @@ class AxisConfig:
     too_long: Literal["reject", "truncate"] = "reject"
     """What to do with a request that is longer than the largest bucket."""
 
-    def __post_init__(self) -> None:
-        _ascending("axes.*.buckets", self.buckets)
-        _ascending("axes.*.sizes", self.sizes)
+    def check(self, where: str) -> None:
+        """Checks the values; `where` is the table's key path."""
+        _ascending(f"{where}.buckets", self.buckets)
+        _ascending(f"{where}.sizes", self.sizes)
         if bool(self.buckets) == bool(self.sizes):
-            raise ConfigError("an [axes.*] table needs either buckets or sizes")
-        if self.sizes and (self.pad or self.too_long == "truncate"):
+            raise ConfigError(f"{where} needs either buckets or sizes")
+        if self.sizes and self.pad:
+            raise ConfigError(f"{where}.sizes and {where}.pad contradict: no padding")
+        if self.sizes and self.too_long == "truncate":
             raise ConfigError(
-                "axes.*.sizes forbids padding; pad and truncate need buckets"
+                f'{where}.sizes and {where}.too_long = "truncate" contradict'
             )
+        for name, output in self.outputs.items():
+            output.check(f"{where}.outputs.{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +192,8 @@ class FakeConfig:
     """The outputs; each echoes the input of the same position."""
 
     def __post_init__(self) -> None:
-        _at_least("fake.base_ms", self.base_ms, 0)
-        _at_least("fake.per_row_us", self.per_row_us, 0)
+        _between("fake.base_ms", self.base_ms, 0, _DAY_MS)
+        _between("fake.per_row_us", self.per_row_us, 0, _HOUR_US)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +225,7 @@ class ModelConfig:
     """For `engine = "fake"`."""
 
     def __post_init__(self) -> None:
-        _at_least("max_batch", self.max_batch, 0)
-        if self.max_batch > 65536:
-            raise ConfigError(f"max_batch must be at most 65536, got {self.max_batch}")
+        _between("max_batch", self.max_batch, 0, MAX_BATCH)
         if self.batch_axis == "none" and self.max_batch > 1:
             raise ConfigError(
                 f'batch_axis = "none" and max_batch = {self.max_batch} contradict'
@@ -231,14 +242,17 @@ class ModelConfig:
                 f"batching.preferred has {preferred[-1]}, but max_batch is "
                 f"{self.max_batch}"
             )
-        if self.max_batch and self.batching.max_queue < self.max_batch:
+        largest = self.max_batch or (rungs[-1] if rungs else 0)
+        if self.batching.max_queue < largest:
+            knob = "max_batch =" if self.max_batch else "batching.rungs up to"
             raise ConfigError(
                 f"batching.max_queue = {self.batching.max_queue} keeps batches of "
-                f"max_batch = {self.max_batch} rows from filling; raise the one or "
-                "lower the other"
+                f"{knob} {largest} rows from filling; raise the one or lower the other"
             )
         if (self.engine == "fake") != (self.fake is not None):
             raise ConfigError('engine = "fake" and a [fake] table need each other')
+        for name, axis in self.axes.items():
+            axis.check(f"axes.{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,19 +295,21 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.grpc_address:
             raise ConfigError("at least one gRPC address is needed")
-        if len(set(self.grpc_address)) != len(self.grpc_address):
-            raise ConfigError("a gRPC address is given twice")
-        _at_least("max_message_mb", self.max_message_mb, 1)
-        if self.max_message_mb > 2047:  # gRPC's lengths are signed 32-bit
-            raise ConfigError("max_message_mb must be at most 2047")
-        _at_least("max_in_flight_mb", self.max_in_flight_mb, 0)
-        _at_least("drain_timeout_s", self.drain_timeout_s, 0)
+        for address in self.grpc_address:
+            if self.grpc_address.count(address) > 1:
+                raise ConfigError(f"grpc_address {address!r} is given twice")
+        # gRPC's lengths are signed 32-bit.
+        _between("max_message_mb", self.max_message_mb, 1, 2047)
+        _between("max_in_flight_mb", self.max_in_flight_mb, 0, _MAX_INT32)
+        _between("drain_timeout_s", self.drain_timeout_s, 0, _DAY_MS // 1000)
         if not 0 <= self.socket_mode <= 0o777:
             raise ConfigError("socket_mode must be between 0 and 0777 (octal)")
 
 
-def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
+def _between(name: str, value: float, least: float, most: float) -> None:
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most}, got {value}")
+    if not value >= least:  # what is no number is not
         raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 

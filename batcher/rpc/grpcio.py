@@ -1,27 +1,36 @@
-"""The `grpcio` transport: grpc.aio, for what the native one cannot do.
+"""The `grpcio` transport: grpc's C core, for what the native one cannot do.
 
-Serves every method, streams included, at any number of addresses. Handlers get raw
-bytes; the coroutine that gRPC makes of every call only waits for its answer, and all
-answers of a batch wake in one round of the event loop.
+Serves every method, streams included, at any number of addresses. It works with grpc's
+completion queue, as grpcio's own thread-based server does, and with the same classes
+(`grpc._cython.cygrpc`): one thread takes events from the queue and hands them to the
+event loop with one wake-up for all that have arrived. grpc.aio, the documented way,
+switches threads 16 times a call and costs four to five times as much (measured).
+The classes are not public; what is used of them has not changed in years, `_core`
+below is all of it, and the suite runs every method over it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
-import grpc
-import grpc.aio
+import grpc._cython.cygrpc as _core
 
 from batcher.errors import ConfigError
 from batcher.rpc.sockets import SocketGuard
-from batcher.rpc.stream import InferStream
-from batcher.rpc.transport import Address, Handler, Trailing, deadline_ns
+from batcher.rpc.streams import Stream, StreamFactory
+from batcher.rpc.transport import Address, Handler, Trailing
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_MAX_PENDING: Final = 65_536
+_NO_FLAGS: Final = 0
+_REQUEST: Final = "request"  # the tag of a call that is to come
+_SHUTDOWN: Final = "shutdown"
 
-STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+_INVALID_ARGUMENT: Final = 3
+_UNIMPLEMENTED: Final = 12
 
 
 class GrpcioTransport:
@@ -29,10 +38,10 @@ class GrpcioTransport:
 
     Args:
         addresses: where to listen.
-        handler: gets the calls.
+        handler: gets the calls, on the event loop's thread.
         methods: full names of the unary methods.
-        install: adds further services (health, reflection) to the server.
-        after_call: called after every call handed over, to let the daemon act on it.
+        streams: the streaming methods, and what makes a stream of each.
+        wake: asks the event loop, from any thread, to call `drain_inbox` soon.
         max_message_bytes: hard limit of a received message.
         socket_mode: permission bits of Unix sockets.
     """
@@ -42,166 +51,367 @@ class GrpcioTransport:
         addresses: Sequence[Address],
         handler: Handler,
         methods: Sequence[str],
-        install: Callable[[grpc.aio.Server], None],
-        after_call: Callable[[], None],
+        streams: Mapping[str, StreamFactory],
+        wake: Callable[[], None],
         *,
         max_message_bytes: int,
         socket_mode: int = 0o660,
     ) -> None:
         self._addresses = list(addresses)
         self._handler = handler
-        self._methods = methods
-        self._install = install
-        self._after_call = after_call
+        self._methods = frozenset(methods)
+        self._streams = streams
+        self._wake = wake
         self._max_message_bytes = max_message_bytes
         self._socket_mode = socket_mode
         self._guards: list[SocketGuard] = []
-        self._server: grpc.aio.Server | None = None
-        self._streams: set[InferStream] = set()
-        self.unanswered = 0
+        self._server: Any = None
+        self._queue: Any = None
+        self._thread: threading.Thread | None = None
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._calls: set[_UnaryCall | _StreamCall] = set()
 
     @property
     def in_flight(self) -> int:
-        return self.unanswered + sum(s.in_flight for s in self._streams)
+        return sum(call.in_flight for call in self._calls)
 
     @property
     def addresses(self) -> list[str]:
         return [str(a) for a in self._addresses]
 
     async def start(self) -> None:
-        server = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", self._max_message_bytes),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", 0),  # a second daemon must fail, not share
-                # Clients may keep idle connections alive (Triton's default allows it
-                # every 5 minutes; a sidecar's callers do more often).
-                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            )
+        options = (
+            ("grpc.max_receive_message_length", self._max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),  # a second daemon must fail, not share
+            # Clients may keep idle connections alive (Triton's default allows it every
+            # 5 minutes; a sidecar's callers do it more often).
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            # Calls that arrived and were not handed to us yet. By default gRPC drops
+            # them at random, as CANCELLED, from 1,000 on; ours queue, and what is too
+            # much is refused with a reason.
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
         )
-        server.add_generic_rpc_handlers((_Methods(self, self._methods),))
-        self._install(server)
+        server = _core.Server(options, False)
+        queue = _core.CompletionQueue()
+        server.register_completion_queue(queue)
         try:
             self._addresses = [self._bind(server, a) for a in self._addresses]
-            await server.start()
         except BaseException:
             self._close_guards()
             raise
-        self._server = server
+        server.start()
+        self._server, self._queue = server, queue
+        self._thread = threading.Thread(target=self._poll, name="grpcio", daemon=True)
+        self._thread.start()
 
-    def respond(self, call: _Call, payload: bytes, trailing: Trailing = ()) -> None:
-        if not call.answer.done():
-            call.trailing = trailing
-            call.answer.set_result(payload)
+    def respond(
+        self, call: _UnaryCall, payload: bytes, trailing: Trailing = ()
+    ) -> None:
+        call.finish(payload, 0, "", trailing)
 
-    def fail(self, call: _Call, code: int, text: str, trailing: Trailing = ()) -> None:
-        if not call.answer.done():
-            call.failure = (code, text, trailing)
-            call.answer.set_result(b"")
+    def fail(
+        self, call: _UnaryCall, code: int, text: str, trailing: Trailing = ()
+    ) -> None:
+        call.finish(None, code, text, trailing)
 
     def drain_inbox(self) -> None:
-        """Nothing to do: gRPC calls the handlers on the loop by itself."""
+        inbox = self._inbox
+        while inbox:
+            inbox.popleft()()
 
     async def stop(self) -> None:
         if self._server is not None:
             # Everything accepted is answered by now; what is left are idle streams.
-            await self._server.stop(grace=0.5)
+            self._server.shutdown(self._queue, _SHUTDOWN)
+            self._server.cancel_all_calls()
+            assert self._thread is not None
+            self._thread.join()
         self._close_guards()
 
-    def _bind(self, server: grpc.aio.Server, address: Address) -> Address:
-        try:
-            if address.path is None:
-                port = server.add_insecure_port(str(address))
-                return Address(host=address.host, port=port)
+    def _bind(self, server: Any, address: Address) -> Address:
+        target = str(address).encode()
+        if address.path is not None:
             guard = SocketGuard(address.path, self._socket_mode)
             self._guards.append(guard)
             with guard.binding():
-                server.add_insecure_port(str(address))
-            return address
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: {error} (is it in use?)"
-            ) from error
+                port = server.add_http2_port(target)
+        else:
+            port = server.add_http2_port(target)
+        if not port:
+            raise ConfigError(f"cannot listen on {address}: is it in use?")
+        return address if address.path else Address(host=address.host, port=port)
 
     def _close_guards(self) -> None:
         for guard in self._guards:
             guard.close()
         self._guards.clear()
 
-    def unary(self, method: str) -> Callable[..., Any]:
-        """The handler of one unary method."""
-        on_call = self._handler.on_call
-        on_cancel = self._handler.on_cancel
-        after_call = self._after_call
-        loop = asyncio.get_running_loop()
+    # -- the queue's thread -----------------------------------------------------------
 
-        async def serve(payload: bytes, context: Any) -> bytes:
-            call = _Call(loop.create_future())
-            metadata = context.invocation_metadata() or ()
-            peer = context.peer()
-            self.unanswered += 1
-            try:
-                token = on_call(
-                    self, call, method, payload, metadata, deadline_ns(context), peer
-                )
-                if token is None:
-                    answer = call.answer.result()
-                else:
-                    after_call()
-                    try:
-                        answer = await call.answer
-                    except asyncio.CancelledError:
-                        on_cancel(token)
-                        raise
-            finally:
-                self.unanswered -= 1
-            if call.trailing:
-                context.set_trailing_metadata(call.trailing)
-            if call.failure is not None:
-                code, text, trailing = call.failure
-                await context.abort(_CODES[code], text, trailing)
-            return answer
+    def _poll(self) -> None:
+        queue = self._queue
+        self._server.request_call(queue, queue, _REQUEST)
+        while True:
+            event = queue.poll()
+            tag = event.tag
+            if tag is _REQUEST:
+                if event.success:  # not while the server shuts down
+                    self._server.request_call(queue, queue, _REQUEST)
+                    self._accept(event)
+            elif tag is _SHUTDOWN:
+                queue.shutdown()
+            elif event.completion_type == _core.CompletionType.queue_shutdown:
+                return
+            else:
+                tag(event)
+            del event, tag  # a kept event would keep its call
 
-        return serve
+    def _accept(self, event: Any) -> None:
+        """A new call: watches for its end, and asks for its (first) message."""
+        method = event.call_details.method.decode("utf-8", "replace")
+        remaining_s = event.call_details.deadline - time.time()
+        deadline_ns = None
+        if remaining_s < 1e9:  # an endless deadline is infinity, or far in the future
+            deadline_ns = time.monotonic_ns() + int(remaining_s * 1e9)
+        call: _UnaryCall | _StreamCall
+        if method in self._methods:
+            call = _UnaryCall(self, event, method, deadline_ns)
+        else:
+            call = _StreamCall(self, event, method, deadline_ns)
+        close = (_core.ReceiveCloseOnServerOperation(_NO_FLAGS),)
+        event.call.start_server_batch(close, call.closed)
+        event.call.start_server_batch(_receive(), call.received)
 
-    async def stream_infer(
-        self, messages: Any, context: grpc.aio.ServicerContext[Any, Any]
+    def post(self, action: Callable[[], None]) -> None:
+        """Runs `action` on the event loop's thread."""
+        self._inbox.append(action)
+        self._wake()
+
+
+def _receive() -> tuple[Any]:
+    # Operations hold the state of one batch: they must not be shared.
+    return (_core.ReceiveMessageOperation(_NO_FLAGS),)
+
+
+def _status(code: int, text: str, trailing: Trailing) -> Any:
+    return _core.SendStatusFromServerOperation(
+        trailing or None, code, text.encode("utf-8", "replace"), _NO_FLAGS
+    )
+
+
+def _sent(event: Any) -> None:
+    """Nothing follows a sent answer."""
+
+
+class _UnaryCall:
+    """One unary call, from its arrival to its end.
+
+    `closed` and `received` are called on the queue's thread, the rest on the loop's.
+    """
+
+    __slots__ = (
+        "_call",
+        "_cancelled",
+        "_deadline_ns",
+        "_metadata",
+        "_method",
+        "_token",
+        "_transport",
+        "in_flight",
+    )
+
+    def __init__(
+        self,
+        transport: GrpcioTransport,
+        event: Any,
+        method: str,
+        deadline_ns: int | None,
     ) -> None:
-        """Serves one ModelStreamInfer call."""
-        stream = InferStream(self._handler, self._after_call, context)
-        self._streams.add(stream)
-        try:
-            status = await stream.run(messages)
-        finally:
-            self._streams.discard(stream)
-        if status is not None:
-            code, text, trailing = status
-            await context.abort(_CODES[code], text, trailing)
+        self._transport = transport
+        self._call = event.call
+        self._metadata = event.invocation_metadata
+        self._method = method
+        self._deadline_ns = deadline_ns
+        self._token: object | None = None
+        self._cancelled = False
+        self.in_flight = 0  # 1 from the message's arrival to the answer
 
+    def received(self, event: Any) -> None:
+        payload = event.batch_operations[0].message()
+        if payload is None:
+            # Too large, or cancelled: gRPC has answered or will.
+            return
+        self._transport.post(lambda: self._arrived(payload))
 
-class _Call:
-    """One unary call: what its coroutine waits for."""
+    def closed(self, event: Any) -> None:
+        if event.batch_operations[0].cancelled():
+            self._transport.post(self._gone)
 
-    __slots__ = ("answer", "failure", "trailing")
+    def finish(
+        self, payload: bytes | None, code: int, text: str, trailing: Trailing
+    ) -> None:
+        if not self.in_flight:
+            return
+        self._leave()
+        operations = [
+            _core.SendInitialMetadataOperation(None, _NO_FLAGS),
+            _status(code, text, trailing),
+        ]
+        if payload is not None:
+            operations.append(_core.SendMessageOperation(payload, _NO_FLAGS))
+        self._call.start_server_batch(operations, _sent)
 
-    def __init__(self, answer: asyncio.Future[bytes]) -> None:
-        self.answer = answer
-        self.failure: tuple[int, str, Trailing] | None = None
-        self.trailing: Trailing = ()
-
-
-class _Methods(grpc.GenericRpcHandler):
-    """Names to handlers; requests and responses are raw bytes."""
-
-    def __init__(self, transport: GrpcioTransport, methods: Sequence[str]) -> None:
-        self._handlers: dict[str, Any] = {
-            name: grpc.unary_unary_rpc_method_handler(transport.unary(name))
-            for name in methods
-        }
-        self._handlers[STREAM_INFER] = grpc.stream_stream_rpc_method_handler(
-            transport.stream_infer
+    def _arrived(self, payload: bytes) -> None:
+        if self._cancelled:
+            return
+        self.in_flight = 1
+        transport = self._transport
+        transport._calls.add(self)
+        self._token = transport._handler.on_call(
+            transport,
+            self,
+            self._method,
+            payload,
+            self._metadata,
+            self._deadline_ns,
+            self._call.peer(),
         )
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        return self._handlers.get(handler_call_details.method)
+    def _gone(self) -> None:
+        self._cancelled = True
+        if self.in_flight:
+            self._leave()
+            if self._token is not None:
+                self._transport._handler.on_cancel(self._token)
+
+    def _leave(self) -> None:
+        self.in_flight = 0
+        self._transport._calls.discard(self)
+
+
+class _StreamCall:
+    """One streaming call: hands messages over one at a time, and writes one at a time.
+
+    A method that nobody serves ends here too. `closed`, `received` and `_written` are
+    called on the queue's thread, the rest on the loop's.
+    """
+
+    def __init__(
+        self,
+        transport: GrpcioTransport,
+        event: Any,
+        method: str,
+        deadline_ns: int | None,
+    ) -> None:
+        self._transport = transport
+        self._call = event.call
+        self._metadata = event.invocation_metadata
+        self._method = method
+        self._deadline_ns = deadline_ns
+        self._stream: Stream | None = None
+        self._outbox: deque[bytes] = deque()
+        self._writing = False
+        self._reading = True  # the first receive is under way
+        self._started = False  # initial metadata is sent
+        self._end: tuple[int, str, Trailing] | None = None
+        self._over = False
+        transport.post(self._open)
+
+    @property
+    def in_flight(self) -> int:
+        return self._stream.in_flight if self._stream is not None else 0
+
+    @property
+    def unsent(self) -> int:
+        return len(self._outbox)
+
+    def send(self, payload: bytes) -> None:
+        if not self._over and self._end is None:
+            self._outbox.append(payload)
+            self._pump()
+
+    def end(self, code: int = 0, text: str = "", trailing: Trailing = ()) -> None:
+        if self._end is None:
+            self._end = (code, text, trailing)
+            self._pump()
+
+    def received(self, event: Any) -> None:
+        payload = event.batch_operations[0].message()
+        self._transport.post(lambda: self._arrived(payload))
+
+    def closed(self, event: Any) -> None:
+        if event.batch_operations[0].cancelled():
+            self._transport.post(self._gone)
+
+    def _open(self) -> None:
+        factory = self._transport._streams.get(self._method)
+        if factory is None:
+            self.end(_UNIMPLEMENTED, f"no method {self._method[:200]}")
+            return
+        self._transport._calls.add(self)
+        self._stream = factory(self, self._metadata, self._call.peer())
+
+    def _arrived(self, payload: bytes | None) -> None:
+        self._reading = False
+        stream = self._stream
+        if self._over or stream is None or self._end is not None:
+            return
+        if payload is None:
+            self._reading = True  # there is nothing more to read
+            stream.on_half_close()
+            return
+        try:
+            stream.on_message(payload, self._deadline_ns)
+        except Exception as error:  # a message that is none of the method's
+            self.end(_INVALID_ARGUMENT, f"{self._method}: {error}"[:1000])
+        self._read()
+
+    def _read(self) -> None:
+        stream = self._stream
+        if self._reading or self._over or self._end or stream is None or stream.busy:
+            return
+        self._reading = True
+        self._call.start_server_batch(_receive(), self.received)
+
+    def _pump(self) -> None:
+        """Starts the next write, if none is under way."""
+        if self._writing or self._over:
+            return
+        operations: list[Any] = []
+        if not self._started:
+            self._started = True
+            operations.append(_core.SendInitialMetadataOperation(None, _NO_FLAGS))
+        if self._outbox:
+            operations.append(_core.SendMessageOperation(self._outbox[0], _NO_FLAGS))
+        elif self._end is not None:
+            operations.append(_status(*self._end))
+            self._leave()
+        self._writing = True
+        self._call.start_server_batch(operations, self._written)
+
+    def _written(self, event: Any) -> None:
+        self._transport.post(self._sent)
+
+    def _sent(self) -> None:
+        self._writing = False
+        if self._over:
+            return
+        if self._outbox:
+            self._outbox.popleft()
+        if self._outbox or self._end is not None:
+            self._pump()
+        self._read()
+
+    def _gone(self) -> None:
+        self._outbox.clear()
+        if not self._over:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._over = True
+        self._transport._calls.discard(self)
+        if self._stream is not None:
+            self._stream.on_gone()

@@ -7,7 +7,8 @@ A transport turns gRPC calls into `Handler.on_call` and answers them with `respo
 
 from __future__ import annotations
 
-import time
+import ipaddress
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -99,14 +100,6 @@ class Transport(Reply, Protocol):
         ...
 
 
-def deadline_ns(context: Any) -> int | None:
-    """A grpcio call's deadline on `time.monotonic_ns`, None when it has none."""
-    remaining_s = context.time_remaining()
-    if remaining_s is None:
-        return None
-    return time.monotonic_ns() + int(remaining_s * 1e9)
-
-
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where to listen: TCP or a Unix socket.
@@ -136,19 +129,23 @@ class Address:
             if len(path.encode()) > 107:  # sockaddr_un holds 108 with its NUL
                 raise ConfigError(f"address {text!r}: the path has over 107 bytes")
             return cls(path=path)
-        host, colon, port = text.rpartition(":")
-        if not colon or not port.isdecimal() or int(port) > 65535 or not host:
+        host, _, port = text.rpartition(":")
+        number = int(port) if re.fullmatch("[0-9]{1,5}", port) else -1
+        if not host or not 0 <= number <= 65535:
             raise ConfigError(
                 f"address {text!r} is neither HOST:PORT (0 to 65535) nor unix:PATH"
             )
-        return cls(host=host.strip("[]"), port=int(port))
+        return cls(host=host.strip("[]"), port=number)
 
     @property
     def local(self) -> bool:
         """Whether only this machine can reach it."""
-        if self.path is not None or self.host in ("localhost", "::1"):
+        if self.path is not None or self.host == "localhost":
             return True
-        return self.host.startswith("127.")
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name, wherever it leads
+            return False
 
     def __str__(self) -> str:
         if self.path is not None:

@@ -26,7 +26,7 @@ class CostRow:
         """Takes in one run of `rung` rows that lasted `run_ns`."""
         mean = self._mean.get(rung)
         if mean is None:
-            self._mean[rung] = float(run_ns)
+            self._mean[rung] = max(float(run_ns), 1.0)  # 0 would clamp all that follows
             self._rungs.insert(bisect_left(self._rungs, rung), rung)
             return
         # An outlier (a page fault, a stolen core) moves the mean, but not by all of it.
@@ -53,6 +53,4 @@ class CostRow:
             low, high = rungs[at - 1], rungs[at]
             share = (rung - low) / (high - low)
             value = mean[low] + (mean[high] - mean[low]) * share
-        if at:
-            value = max(value, mean[rungs[at - 1]])
-        return int(value)
+        return int(max([value, *(mean[smaller] for smaller in rungs[:at])]))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from batcher.scheduling.request import Group
+from batcher.scheduling.request import NEVER, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +71,33 @@ class Window:
     """Triton's dynamic batcher: waits out the delay unless a batch is full.
 
     A batch leaves when (1) the queue holds as much as a batch can, (2) a prefix of the
-    queue has a preferred size, or (3) the oldest request is `max_delay_ns` old, then
-    with all that fits. Without preferred sizes the largest batch is the preferred one
-    (protocol notes, "how Triton decides").
+    queue has a preferred size, or the queue holds more than the largest of these sizes,
+    or (3) the oldest request is `max_delay_ns` old, then with all that fits. Without
+    preferred sizes the largest batch is the preferred one (protocol notes, "how Triton
+    decides"). Unlike Triton a full queue sends a full batch, not a preferred one.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
         self.max_delay_ns = options.max_delay_ns
         self.preferred = frozenset(options.preferred_rows)
+        self._largest = max(options.preferred_rows, default=0)
 
     def choose(self, groups: Iterable[Group], now_ns: int) -> Choice | Hold:
         return _oldest_due(groups, now_ns, self.max_delay_ns, self._preferred_prefix)
 
     def _preferred_prefix(self, group: Group) -> int:
-        """Rows of the longest prefix that has a preferred size, 0 for none."""
+        """Rows of the longest prefix that has a preferred size, 0 for none (yet).
+
+        When the queue outgrows the largest size without one: what comes just before,
+        or the first request if that alone is larger.
+        """
         if not self.preferred:
             return 0
         best = total = 0
         for request in group.living():
+            if total + request.rows > self._largest:
+                return best or total or request.rows
             total += request.rows
-            if total > group.max_rows:
-                break
             if total in self.preferred:
                 best = total
         return best
@@ -108,18 +114,20 @@ def _oldest_due(
     preferred_prefix: Callable[[Group], int],
 ) -> Choice | Hold:
     """Of the groups that may leave now, the one with the oldest request."""
-    best: Choice | None = None
-    best_arrival_ns = until_ns = 1 << 62
+    best: Group | None = None
+    best_rows = 0
+    best_arrival_ns = held_arrival_ns = NEVER
     for group in groups:
-        arrival_ns = group.oldest_arrival_ns()
-        if group.full or now_ns - arrival_ns >= max_delay_ns:
+        arrival_ns = group.waiting[0].arrival_ns
+        if group.rows >= group.max_rows or now_ns - arrival_ns >= max_delay_ns:
             rows = group.max_rows
         elif not (rows := preferred_prefix(group)):
-            until_ns = min(until_ns, arrival_ns + max_delay_ns)
+            if arrival_ns < held_arrival_ns:
+                held_arrival_ns = arrival_ns
             continue
         if arrival_ns < best_arrival_ns:
-            best, best_arrival_ns = Choice(group, rows), arrival_ns
-    return best or Hold(until_ns)
+            best, best_rows, best_arrival_ns = group, rows, arrival_ns
+    return Choice(best, best_rows) if best else Hold(held_arrival_ns + max_delay_ns)
 
 
 POLICIES: Final[dict[str, Callable[[PolicyOptions], Policy]]] = {

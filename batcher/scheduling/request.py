@@ -6,6 +6,7 @@ policy: times are integer nanoseconds of the caller's monotonic clock, passed in
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Final
@@ -83,6 +84,7 @@ class Group:
         rungs: batch sizes worth running, ascending; the last is the largest batch.
         max_rows: the largest rung.
         rows, requests: what waits now.
+        waiting: the queue, oldest first; its head is never a hole.
         cost: measured run times of this group's batches.
     """
 
@@ -115,23 +117,19 @@ class Group:
         self.requests += 1
 
     def forget(self, request: Request) -> None:
-        """Counts a waiting request out; its place in the queue becomes a hole."""
+        """Counts out a request that waits no more; its place becomes a hole."""
         self.rows -= request.rows
         self.requests -= 1
-        if len(self.waiting) > 32 and len(self.waiting) > 2 * self.requests:
-            self.waiting = deque(r for r in self.waiting if r.state == WAITING)
+        waiting = self.waiting
+        while waiting and waiting[0].state != WAITING:
+            waiting.popleft()
+        if len(waiting) > 32 and len(waiting) > 2 * self.requests:
+            self.waiting = deque(self.living())
 
     @property
     def full(self) -> bool:
         """Whether as much waits as a batch can hold."""
         return self.rows >= self.max_rows
-
-    def oldest_arrival_ns(self) -> int:
-        """The arrival of the request at the head. The group must not be empty."""
-        waiting = self.waiting
-        while waiting[0].state != WAITING:
-            waiting.popleft()
-        return waiting[0].arrival_ns
 
     def living(self) -> Iterator[Request]:
         """What waits, oldest first."""
@@ -159,10 +157,7 @@ class Group:
 
     def rung_for(self, rows: int) -> int:
         """The smallest rung that holds `rows` (at most `max_rows`)."""
-        for rung in self.rungs:
-            if rung >= rows:
-                return rung
-        raise ValueError(f"{rows} rows exceed the largest rung, {self.max_rows}")
+        return self.rungs[bisect_left(self.rungs, rows)]
 
 
 class Batch:

@@ -19,8 +19,7 @@ from __future__ import annotations
 import copy
 import heapq
 from collections import deque
-from collections.abc import Hashable, Iterable
-from typing import Final
+from collections.abc import Hashable
 from weakref import WeakValueDictionary
 
 from batcher.errors import (
@@ -34,38 +33,12 @@ from batcher.scheduling.policy import Choice, Hold, Policy
 from batcher.scheduling.request import (
     DONE,
     NEVER,
-    RUNNING,
     WAITING,
     Batch,
     Group,
     Request,
 )
-
-COMMIT_LEAD_NS: Final = 300_000
-"""How long before a slot is free its next batch closes, so that its inputs lie ready.
-
-Host work between two batches is a bubble: 0.3 ms per batch costs 8 % of goodput on one
-engine (scheduling notes, "commit-ahead").
-"""
-
-
-class _Slot:
-    """What the scheduler knows of one slot: the batch it runs and the one behind it."""
-
-    __slots__ = ("ahead", "free_at_ns", "index", "running")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.running: Batch | None = None
-        self.ahead: Batch | None = None
-        self.free_at_ns = NEVER  # predicted; NEVER when nothing is known
-
-    def start(self, batch: Batch, now_ns: int) -> None:
-        self.running = batch
-        cost_ns = batch.group.cost.estimate_ns(batch.rung)
-        # A run shorter than twice the lead is not worth closing a batch ahead for.
-        short = cost_ns is None or cost_ns < 2 * COMMIT_LEAD_NS
-        self.free_at_ns = NEVER if short else now_ns + (cost_ns or 0)
+from batcher.scheduling.slot import Slot
 
 
 class Scheduler:
@@ -92,8 +65,8 @@ class Scheduler:
         self.commit_ahead = commit_ahead
         self.waiting = 0  # requests in all queues; a split one counts once per part
         self._draining = False
-        self._slots = [_Slot(i) for i in range(slots)]
-        self._idle: deque[_Slot] = deque(self._slots)
+        self._slots = [Slot(i) for i in range(slots)]
+        self._idle: deque[Slot] = deque(self._slots)
         self._groups: WeakValueDictionary[Hashable, Group] = WeakValueDictionary()
         self._active: dict[Group, None] = {}  # with something waiting, an ordered set
         self._retries: deque[Batch] = deque()
@@ -150,7 +123,6 @@ class Scheduler:
         """
         if request.state != DONE:
             self._leave_queue(request)
-            request.state = DONE
 
     def complete(
         self,
@@ -172,14 +144,14 @@ class Scheduler:
                 until the guilty request is alone. The requests of a batch that is not
                 tried again come back as `Reject` from the next `poll`.
 
-        Of a batch that succeeded the caller answers every request that is not DONE.
+        Of a batch that succeeded the caller answers every request but those that it
+        cancelled, or that a `Reject` named; a split one once all its parts have run.
         """
         lane = self._slots[slot]
         batch = lane.running
         if batch is None:
             raise ValueError(f"slot {slot} runs nothing")
         lane.running = None
-        lane.free_at_ns = NEVER
         if lane.ahead is not None:
             lane.start(lane.ahead, now_ns)
             lane.ahead = None
@@ -188,20 +160,31 @@ class Scheduler:
         if error is None:
             batch.group.cost.record(batch.rung, run_ns)
             for request in batch.requests:
-                if request.state == RUNNING:
-                    self._finish(request)
+                request.state = DONE
+                if request.parent is not None:
+                    _finish(request.parent)
         else:
             self._failed(batch, error, retry)
         return batch
 
     def abandon(self) -> list[Request]:
-        """Empties the queues; returns what waited, oldest first within a group."""
-        waited = [r for group in self._active for r in group.living()]
-        waited += [r for batch in self._retries for r in batch.requests]
-        for request in waited:
+        """Gives up every request that has no answer yet, and returns them, each once.
+
+        They waited, ran, or were in a decision that `poll` did not get to return. What
+        runs goes on; its slot must still be completed.
+        """
+        batches = list(self._retries)
+        for slot in self._slots:
+            batches += [b for b in (slot.running, slot.ahead) if b is not None]
+        open_ = [r for group in self._active for r in group.living()]
+        open_ += [r for batch in batches for r in batch.requests if r.state != DONE]
+        given_up = list(dict.fromkeys(r.parent or r for r in open_))
+        for request in given_up:
             self.cancel(request)
+        given_up += [reject.request for reject in self._rejects]
         self._retries.clear()
-        return waited
+        self._rejects.clear()
+        return given_up
 
     def drain(self) -> None:
         """From now on no batch waits to become fuller."""
@@ -220,29 +203,16 @@ class Scheduler:
     # -- what to do ---------------------------------------------------------------
 
     def poll(self, now_ns: int) -> list[Decision]:
-        """Everything that is to be done at this instant, in order."""
-        decisions: list[Decision] = []
+        """What is to be done at this instant, in order; rejects come first."""
         if self._expiries and self._expiries[0][0] <= now_ns:
             self._expire(now_ns)
+        decisions: list[Decision] = []
+        while (dispatch := self._next_dispatch(now_ns)) is not None:
+            decisions.append(dispatch)
+        if not self.waiting:
+            self._expiries.clear()  # all of requests that left the queue in time
         if self._rejects:
-            decisions.extend(self._rejects)
-            self._rejects.clear()
-        self._wakeup_ns = NEVER
-        while self._active or self._retries:
-            slot = self._available_slot(now_ns)
-            if slot is None:
-                break
-            batch = self._next_batch(slot, now_ns)
-            if batch is None:
-                break
-            if slot.running is None:
-                self._idle.popleft()
-                slot.start(batch, now_ns)
-            else:
-                slot.ahead = batch
-            decisions.append(Dispatch(slot.index, batch))
-        if self._rejects:  # of retries that came too late
-            decisions.extend(self._rejects)
+            decisions[:0] = self._rejects
             self._rejects.clear()
         return decisions
 
@@ -254,51 +224,64 @@ class Scheduler:
 
     # -- inside -------------------------------------------------------------------
 
-    def _available_slot(self, now_ns: int) -> _Slot | None:
-        """The slot that the next batch goes to, if one can take it now."""
+    def _next_dispatch(self, now_ns: int) -> Dispatch | None:
+        """The next batch and its slot, if it is time for one."""
+        self._wakeup_ns = NEVER
+        if not self._active and not self._retries:
+            return None
+        slot = self._available_slot(now_ns)
+        if slot is None:
+            return None
+        batch = self._next_retry(now_ns) or self._close_batch(slot, now_ns)
+        if batch is None:
+            return None
+        if slot.running is None:
+            self._idle.popleft()
+            slot.start(batch, now_ns)
+        else:
+            slot.ahead = batch
+        return Dispatch(slot.index, batch)
+
+    def _available_slot(self, now_ns: int) -> Slot | None:
+        """The slot that the next batch goes to, None when each has a batch ahead."""
         if self._idle:
             return self._idle[0]
         if not self.commit_ahead:
             return None
-        free = [slot for slot in self._slots if slot.ahead is None]
-        if not free:
+        slots = [slot for slot in self._slots if slot.ahead is None]
+        if not slots:
             return None
-        slot = min(free, key=lambda s: s.free_at_ns)
-        if self._retries or self._about_to_be_free(slot, now_ns):
+        slot = min(slots, key=lambda s: s.commit_at_ns)
+        if slot.commit_at_ns <= now_ns:
             return slot
-        # A full batch cannot become better by waiting: it may lie ready early.
-        if any(group.full for group in self._active):
-            return slot
-        if slot.free_at_ns != NEVER:
-            commit_ns = slot.free_at_ns - COMMIT_LEAD_NS
-            self._wakeup_ns = min(self._wakeup_ns, commit_ns)
-        return None
+        return min(slots, key=lambda s: s.free_at_ns)
 
-    def _about_to_be_free(self, slot: _Slot, now_ns: int) -> bool:
-        return slot.running is None or now_ns >= slot.free_at_ns - COMMIT_LEAD_NS
-
-    def _next_batch(self, slot: _Slot, now_ns: int) -> Batch | None:
-        """Closes the next batch, or notes when to ask the policy again."""
-        batch = self._next_retry(now_ns)
-        if batch is not None or not self._active:
-            return batch
-        groups: Iterable[Group] = self._active
-        if not self._about_to_be_free(slot, now_ns):
-            groups = [group for group in groups if group.full]
-            if not groups:
+    def _close_batch(self, slot: Slot, now_ns: int) -> Batch | None:
+        """Takes the next batch out of the queues, or notes when to ask again."""
+        if not self._active:
+            return None
+        # Before the slot is about to be free only a full batch closes: it cannot become
+        # better by waiting. And only in its turn, or else a group that is always full
+        # would leave no slot to the others.
+        early = slot.running is not None and now_ns < slot.commit_at_ns
+        if early:
+            self._wakeup_ns = min(s.commit_at_ns for s in self._slots if not s.ahead)
+            if not any(g.rows >= g.max_rows for g in self._active):
                 return None
-        choice = self.policy.choose(groups, now_ns)
+        choice = self.policy.choose(self._active, now_ns)
         if isinstance(choice, Hold):
             if not self._draining:
-                self._wakeup_ns = min(self._wakeup_ns, choice.until_ns)
+                self._wakeup_ns = choice.until_ns
                 return None
-            group = min(groups, key=Group.oldest_arrival_ns)
-            choice = Choice(group, group.max_rows)
+            oldest = min(self._active, key=lambda g: g.waiting[0].arrival_ns)
+            choice = Choice(oldest, oldest.max_rows)
         group = choice.group
+        if early and not group.full:
+            return None
         requests = group.take(choice.max_rows)
         self.waiting -= len(requests)
         if not group.requests:
-            self._deactivate(group)
+            del self._active[group]
         return _batch(requests)
 
     def _next_retry(self, now_ns: int) -> Batch | None:
@@ -329,39 +312,31 @@ class Scheduler:
 
     def _leave_queue(self, request: Request) -> None:
         """Takes a request, or what is left of its parts, out of queue and batches."""
+        group = request.group
         for part in request.parts or (request,):
-            if part.state == WAITING:
-                part.group.forget(part)
-                self.waiting -= 1
+            waits = part.state == WAITING
             part.state = DONE
-        if not request.group.requests:
-            self._deactivate(request.group)
-
-    def _deactivate(self, group: Group) -> None:
-        group.waiting.clear()
-        self._active.pop(group, None)
-
-    def _finish(self, request: Request) -> None:
-        """Marks a request or part whose rows are there; a parent with its last part."""
+            if waits:
+                group.forget(part)
+                self.waiting -= 1
         request.state = DONE
-        parent = request.parent
-        if parent is not None and all(p.state == DONE for p in parent.parts or ()):
-            parent.state = DONE
+        request.parts = None  # parts hold their parent: no cycle must keep the payload
+        if not group.requests:
+            self._active.pop(group, None)
 
     def _reject(self, request: Request, error: BatcherError) -> None:
         """Gives up a request; for a part, the whole request it belongs to."""
         whole = request.parent or request
-        if whole.state != DONE:
-            self._leave_queue(whole)
-            whole.state = DONE
-            self._rejects.append(Reject(whole, error))
+        self._leave_queue(whole)
+        self._rejects.append(Reject(whole, error))
 
     def _failed(self, batch: Batch, error: BatcherError, retry: bool) -> None:
         living = [r for r in batch.requests if r.state != DONE]
-        if len(living) > 1 and retry:
+        # The guilty one may have been cancelled meanwhile: what counts is what ran.
+        if retry and len(batch.requests) > 1:
             half = len(living) // 2
-            self._retries.append(_batch(living[:half]))
-            self._retries.append(_batch(living[half:]))
+            halves = (living[:half], living[half:])
+            self._retries.extend(_batch(part) for part in halves if part)
             return
         for request in living:
             # Each caller gets an exception of its own, so that tracebacks do not grow.
@@ -388,9 +363,15 @@ class Scheduler:
 
 def _waits(request: Request) -> bool:
     """Whether any row of the request is still in a queue."""
-    if request.parts is None:
-        return request.state == WAITING
-    return any(part.state == WAITING for part in request.parts)
+    # Parts leave in their order: the last one waits for longest.
+    return (request.parts[-1] if request.parts else request).state == WAITING
+
+
+def _finish(parent: Request) -> None:
+    """Marks a split request with its last part."""
+    # From the end: parts finish in about their order, so this stops at once.
+    if all(part.state == DONE for part in reversed(parent.parts or ())):
+        parent.state = DONE
 
 
 def _batch(requests: list[Request]) -> Batch:

@@ -30,7 +30,6 @@ class Driver:
         self._transports: Sequence[Transport] = ()
         self._touched: deque[Model] = deque()
         self._woken = False
-        self._ticking = False
         self._sleepers: dict[Model, int] = {}  # wake-up instants asked for
         self._timer = make_timer(loop, self._tick)
 
@@ -46,12 +45,6 @@ class Driver:
             self._woken = True
             self._loop.call_soon_threadsafe(self._tick)
 
-    def wake_here(self) -> None:
-        """The same, on the loop's own thread (cheaper)."""
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon(self._tick)
-
     def touch(self, model: Model) -> None:
         """Asks for a turn of `model`; from any thread."""
         model.touched = True
@@ -60,12 +53,13 @@ class Driver:
             self.wake()
 
     def touch_here(self, model: Model) -> None:
-        """The same, on the loop's own thread: free while arrivals are handled."""
+        """Notes that `model` has something to do at the next look around.
+
+        For the loop's own thread while calls are handed over (`drain_inbox`).
+        """
         if not model.touched:
             model.touched = True
             self._touched.append(model)
-        if not self._ticking:
-            self.wake_here()
 
     def forget(self, model: Model) -> None:
         """No more turns for a model that is closed."""
@@ -77,9 +71,12 @@ class Driver:
 
     def _tick(self) -> None:
         self._woken = False  # first: what comes from now on rings again
-        self._ticking = True
         for transport in self._transports:
-            transport.drain_inbox()
+            try:
+                transport.drain_inbox()
+            except Exception:
+                log.exception("a transport failed on what has arrived")
+                self.wake()  # for what is left in its inbox
         now_ns = time.monotonic_ns()
         if self._sleepers:
             for model, at_ns in list(self._sleepers.items()):
@@ -99,6 +96,5 @@ class Driver:
                 self._sleepers[model] = model.wakeup_ns
             else:
                 self._sleepers.pop(model, None)
-        self._ticking = False
         sleepers = self._sleepers
         self._timer.set(min(sleepers.values()) if sleepers else NEVER)

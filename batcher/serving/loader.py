@@ -90,6 +90,14 @@ def _prepared(
     for warning in warmed.warnings:
         log.warning("model %r: %s", source.name, warning)
     largest = rungs[-1]
+    if config.batching.max_queue < largest:
+        log.warning(
+            "model %r: batching.max_queue = %d keeps batches of max_batch = %d rows "
+            "from filling with requests of one row",
+            source.name,
+            config.batching.max_queue,
+            largest,
+        )
     signature = ModelSignature(
         name=source.name,
         version=source.version,

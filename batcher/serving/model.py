@@ -54,8 +54,8 @@ class Model:
         rungs: batch sizes worth running.
         budget: the daemon's, shared by all models.
         status: the table of codes.
-        touch, touch_here: ask the driver to call `turn` soon, from any thread and
-            from the event loop's.
+        touch: asks the driver, from any thread, to call `turn` soon.
+        touch_here: the same for a request that a transport is handing over.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Model:
         self.dead: BaseException | None = None
         self._budget = budget
         self._status = status
+        self._touch = touch
         self._touch_here = touch_here
         self._head = response.head(signature)
         self._refusal: BatcherError | None = None  # why it takes nothing new
@@ -172,7 +173,7 @@ class Model:
             self.scheduler.cancel(request)
             self._forget(request)
             self.statistics.fail("CANCELED", now_ns - request.arrival_ns)
-            self._touch_here(self)  # a batch behind it may be complete now
+            self._touch(self)  # a batch behind it may be complete now
 
     # -- the turn -------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ class Model:
         """
         self._refusal = refusal
         self.scheduler.drain()
-        self._touch_here(self)
+        self._touch(self)
 
     def abandon(self, bug: BaseException) -> None:
         """Answers everything that is in the model with an error, and takes nothing new.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +55,9 @@ def find_models(paths: Iterable[Path]) -> list[ModelSource]:
     names: dict[str, ModelSource] = {}
     for source in found:
         if source.name in names:
+            first, second = (s.path or s.config for s in (names[source.name], source))
             raise ConfigError(
-                f"two models are called {source.name!r}: "
-                f"{names[source.name].path} and {source.path}"
+                f"two models are called {source.name!r}: {first} and {second}"
             )
         names[source.name] = source
     return found
@@ -86,7 +87,7 @@ def _model(folder: Path) -> ModelSource | None:
         for name in MODEL_FILES
         if (file := child / name).is_file()
     )
-    name = folder.resolve().name
+    name = os.path.basename(os.path.abspath(folder))  # of a link its own, for "." too
     if versions:
         number, file = versions[-1]
         return ModelSource(_name(name, folder), str(number), file, known)

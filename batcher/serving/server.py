@@ -25,11 +25,11 @@ from batcher.rpc.grpcio import GrpcioTransport
 from batcher.rpc.native import NativeTransport
 from batcher.rpc.service import Service
 from batcher.rpc.status import StatusTable
+from batcher.rpc.streams import HealthWatchers, make_streams
 from batcher.rpc.transport import Address, Transport
 from batcher.serving.describe import ladder
 from batcher.serving.directory import ModelDirectory
 from batcher.serving.driver import Driver
-from batcher.serving.health import Health
 from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
 from batcher.serving.metrics import collect, exposition
@@ -71,7 +71,7 @@ class Server:
         self._status = StatusTable(strict_triton=config.strict_triton_codes)
         self._directory = ModelDirectory()
         self._service = Service(self._directory, self._status, __version__)
-        self._health = Health()
+        self._watchers = HealthWatchers()
         limit = config.max_in_flight_mb << 20 or _memory_bytes() // 4
         self._budget = Budget(limit)
         self._transports: list[Transport] = []
@@ -110,7 +110,6 @@ class Server:
 
     async def _bind(self) -> None:
         """Listens everywhere, before models are loaded: a taken port fails at once."""
-        await self._health.set_ready(False)
         config = self._config
         limit = config.max_message_mb << 20
         native: list[Address] = []
@@ -128,8 +127,8 @@ class Server:
                     others,
                     self._service,
                     self._service.methods,
-                    self._health.install,
-                    self._driver.wake_here,
+                    make_streams(self._service, self._watchers),
+                    self._driver.wake,
                     max_message_bytes=limit,
                     socket_mode=config.socket_mode,
                 )
@@ -198,7 +197,7 @@ class Server:
         if not self._directory.all() and not self._stop.is_set():
             raise ConfigError("none of the models can be served (see above)")
         self._directory.loading = False
-        await self._health.set_ready(self._directory.ready)
+        self._watchers.set_ready(self._directory.ready)
 
     def _serve_model(self, loaded: LoadedModel) -> None:
         model = Model(
@@ -239,7 +238,7 @@ class Server:
     async def _drain(self) -> int:
         """Answers what was accepted, then returns the exit code."""
         self._directory.drain()
-        await self._health.set_ready(False)
+        self._watchers.set_ready(False)
         log.info("draining: %d requests in flight", self._in_flight())
         deadline = time.monotonic() + self._config.drain_timeout_s
         while self._in_flight() or not all(m.idle for m in self._directory.all()):

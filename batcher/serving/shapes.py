@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from batcher.config import AxisConfig
 from batcher.errors import ConfigError, InvalidRequest
 from batcher.rpc.request import Shape
@@ -149,6 +151,7 @@ class ModelShapes:
         self.outputs = tuple(outputs)
         self.batched = batched
         self.rules = tuple(self._rule(n, config) for n, config in axes.items())
+        self._check_rules()
         self.predict_outputs = True
         """Whether output shapes follow from the axis names (warm-up checks it)."""
 
@@ -183,7 +186,7 @@ class ModelShapes:
                 padded[index][axis] = bucket
                 taken[index][axis] = used
             for index, (axis, ratio) in rule.outputs.items():
-                cuts[index].append((axis, math.ceil(used * ratio)))
+                cuts[index].append((axis, cut_size(used, ratio)))
         in_tails = tuple(tuple(shape[first:]) for shape in padded)
         group = GroupFit(
             self.batched,
@@ -272,6 +275,8 @@ class ModelShapes:
                         f"axes.{name}: input {self.inputs[index].name!r} is BYTES, "
                         "which cannot be padded"
                     )
+        for index, value in pad.items():
+            _check_pad(f"axes.{name}.pad", self.inputs[index], value)
         cuts: dict[int, tuple[int, float]] = {}
         for tensor, output in config.outputs.items():
             index = _known(f"axes.{name}.outputs", tensor, outputs)
@@ -296,6 +301,27 @@ class ModelShapes:
             cuts,
         )
 
+    def _check_rules(self) -> None:
+        """What two tables must not both say."""
+        places: dict[tuple[int, int], str] = {}
+        values: dict[int, tuple[str, float]] = {}
+        for rule in self.rules:
+            for index, axis in rule.places:
+                other = places.setdefault((index, axis), rule.name)
+                if other != rule.name:
+                    raise ConfigError(
+                        f"axes.{other} and axes.{rule.name} are both about axis {axis} "
+                        f"of input {self.inputs[index].name!r}"
+                    )
+            for index, value in rule.pad.items():
+                other, known = values.setdefault(index, (rule.name, value))
+                if repr(known) != repr(value):  # nan is nan
+                    raise ConfigError(
+                        f"axes.{other}.pad and axes.{rule.name}.pad give input "
+                        f"{self.inputs[index].name!r} different values: {known:g} and "
+                        f"{value:g}"
+                    )
+
     def _dynamic_axes(self) -> str:
         first = 1 if self.batched else 0
         names = [
@@ -305,6 +331,35 @@ class ModelShapes:
             if not isinstance(axis, int) and i >= first
         ]
         return "dynamic are " + ", ".join(names) if names else "none is dynamic"
+
+
+def cut_size(size: int, ratio: float) -> int:
+    """Output elements for `size` input elements, rounded up."""
+    # 70 * 0.1 is 7.000000000000001: what is less than a millionth is not an element.
+    return math.ceil(round(size * ratio, 6))
+
+
+def _check_pad(where: str, spec: TensorSpec, value: float) -> None:
+    """Whether an element of this datatype can hold the value."""
+    if spec.dtype == "BYTES":
+        return
+    if spec.numpy.kind in "biu":
+        least, most = (0, 1) if spec.dtype == "BOOL" else _limits(spec)
+        fits = value.is_integer() and least <= value <= most
+    else:
+        with np.errstate(over="ignore"):
+            kept = float(np.array(value).astype(spec.numpy))
+        fits = math.isfinite(kept) or not math.isfinite(value)
+    if not fits:
+        raise ConfigError(
+            f"{where}.{spec.name} = {value:g}: input {spec.name!r} is {spec.dtype}, "
+            "which cannot hold that"
+        )
+
+
+def _limits(spec: TensorSpec) -> tuple[int, int]:
+    limits = np.iinfo(spec.numpy)
+    return int(limits.min), int(limits.max)
 
 
 def _known(where: str, name: str, names: dict[str, int]) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from batcher.errors import InvalidRequest
 from batcher.rpc.request import Shape
-from batcher.serving.shapes import ModelShapes
+from batcher.serving.shapes import ModelShapes, cut_size
 from engines import Engine, EngineError, ExecutionContext
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def _compare_rows(
         except EngineError:
             return
         for spec, a, b in zip(shapes.outputs, alone, kept, strict=True):
-            if not _close(a, b):
+            if a.shape != b.shape or not _close(a, b):
                 result.warnings.append(
                     f"output {spec.name!r} of a row differs when it runs in a batch: "
                     'rows depend on each other; batch_axis = "none" keeps them apart'
@@ -226,8 +226,8 @@ def _compare_padding(
             cut = filled[index]
             if index in rule.outputs:
                 axis, ratio = rule.outputs[index]
-                size = -(-rule.buckets[0] * ratio // 1)
-                cut = cut[(slice(None),) * axis + (slice(int(size)),)]
+                size = cut_size(rule.buckets[0], ratio)
+                cut = cut[(slice(None),) * axis + (slice(size),)]
             if cut.shape != plain[index].shape or not _close(cut, plain[index]):
                 result.warnings.append(
                     f"output {spec.name!r} changes when axis {rule.name!r} is padded "

@@ -3,9 +3,6 @@
 The configuration of a run and its conduct live here: the requests before it, the
 processes, the common start, the server's statistics and the report. The load itself is
 made by `worker`.
-
-`run` spawns processes, so a script that calls it must do so under
-`if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -19,10 +16,9 @@ from typing import TYPE_CHECKING, Final
 from batcher.errors import BatcherError, ConfigError
 from batcher.tuning import server_stats
 from batcher.tuning.arrivals import Arrivals, Constant, Gamma, Poisson, Trace
-from batcher.tuning.bodies import Body
 from batcher.tuning.fleet import Fleet
 from batcher.tuning.headers import OK, code_name
-from batcher.tuning.plan import WorkerPlan
+from batcher.tuning.plan import Body, WorkerPlan
 from batcher.tuning.probe import probe
 from batcher.tuning.progress import Progress
 from batcher.tuning.summary import RunFacts, summarise
@@ -257,7 +253,10 @@ def _follow(
     reported_ns = start_ns
     answered_before = 0
     while not fleet.done:
-        fleet.listen(_REPORT_S / 2)
+        now_ns = time.monotonic_ns()
+        boundary_ns = until_ns if now_ns >= from_ns else from_ns
+        to_boundary_s = max(0, boundary_ns - now_ns) / 1e9 or _REPORT_S
+        fleet.listen(min(_REPORT_S / 2, to_boundary_s))
         now_ns = time.monotonic_ns()
         if not warm and now_ns >= from_ns:
             warm = True

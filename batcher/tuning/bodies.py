@@ -8,19 +8,18 @@ and grpcio are imported where they are used: a worker process needs neither.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from batcher.errors import BatcherError, ConfigError
+from batcher.tuning.plan import Body as Body
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from batcher.rpc.messages import ModelInferRequest
-    from batcher.tuning.headers import Metadata
 
 _NUMPY_NAMES: Final = {
     "bool": "BOOL",
@@ -43,41 +42,6 @@ _ITEM_BYTES: Final = {
 }
 
 _METADATA_TIMEOUT_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
-    """One kind of request of the load."""
-
-    message: bytes
-    """The serialised ModelInferRequest."""
-
-    label: str = ""
-    """What the report calls it; empty for its position in the list."""
-
-    weight: float = 1.0
-    """How often it is sent, relative to the other bodies' weights."""
-
-    deadline_us: int | None = None
-    """Microseconds after which the call is given up (`grpc-timeout`), or None."""
-
-    metadata: Metadata = ()
-    """Metadata sent with each call; the value of a `-bin` key is bytes."""
-
-    expected_raw: tuple[bytes, ...] | None = None
-    """The answer's `raw_output_contents`, for verification; None takes the answer
-    to the request that is sent before the run as the right one."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise ConfigError(
-                f"body {self.label!r}: weight is {self.weight}; it must be above 0"
-            )
-        if self.deadline_us is not None and self.deadline_us <= 0:
-            raise ConfigError(
-                f"body {self.label!r}: deadline_us is {self.deadline_us}; it must be "
-                "above 0"
-            )
 
 
 def parse_shape(text: str) -> tuple[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from batcher.tuning.frames import (
 from batcher.tuning.headers import PENDING, request_blocks
 
 if TYPE_CHECKING:
-    from batcher.tuning.bodies import Body
+    from batcher.tuning.plan import Body
 
 INFER_PATH: Final = "/inference.GRPCInferenceService/ModelInfer"
 """Path of the method that is called."""
@@ -49,21 +49,28 @@ class CallRequest:
         self.size_bytes = len(self.data)
         self.deadline_ns = deadline_ns
         self.index = index
-        self.pieces = tuple(self._pieces(block) for block in blocks)
-        """For each form of the block what `stream_id.join` makes a whole request of."""
-
-    def _pieces(self, block: bytes) -> tuple[bytes, ...]:
+        # All forms share what follows the header block: bodies may be large and many.
         chunks = [
             self.data[i : i + FRAME_BYTES]
             for i in range(0, self.size_bytes, FRAME_BYTES)
         ]
-        pieces = [frame_start(len(block), HEADERS, END_HEADERS)]
-        before = block
-        for chunk in chunks:
-            flags = END_STREAM if chunk is chunks[-1] else 0
-            pieces.append(before + frame_start(len(chunk), DATA, flags))
-            before = chunk
-        return (*pieces, before)
+        starts = [
+            frame_start(len(chunk), DATA, END_STREAM if chunk is chunks[-1] else 0)
+            for chunk in chunks
+        ]
+        rest = tuple(
+            chunk + start
+            for chunk, start in zip(chunks, [*starts[1:], b""], strict=True)
+        )
+        self.pieces = tuple(
+            (
+                frame_start(len(block), HEADERS, END_HEADERS),
+                block + starts[0],
+                *rest,
+            )
+            for block in blocks
+        )
+        """For each form of the block what `stream_id.join` makes a whole request of."""
 
 
 class Call:
@@ -74,7 +81,7 @@ class Call:
         due_ns: the instant from which the latency counts.
         measured: whether it belongs to the measured window.
         link: index of the link (connection) it was given to.
-        stream_id: HTTP/2's, 0 before it is sent.
+        stream_id: HTTP/2's, as on the wire; empty before it is sent.
         received_bytes: of DATA so far; not kept of an answer that is read in one go.
         payload: collects the answer when it will be looked at, else None.
         code: gRPC status, PENDING until the call ends.
@@ -107,7 +114,7 @@ class Call:
         self.due_ns = due_ns
         self.link = link
         self.measured = measured
-        self.stream_id = 0
+        self.stream_id = b""
         self.received_bytes = 0
         self.payload: bytearray | None = None
         self.code = PENDING
@@ -121,7 +128,7 @@ class Call:
     def retry(self) -> None:
         """Forget the first sending, which the server has not looked at."""
         self.code = PENDING
-        self.stream_id = 0
+        self.stream_id = b""
         self.received_bytes = 0
         self.retried = True
         if self.payload is not None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import threading
+import os
+import subprocess
+import sys
 import time
-from contextlib import contextmanager
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Final
 
 from batcher.errors import BatcherError
-from batcher.tuning import worker
 from batcher.tuning.plan import WorkerCounts, WorkerResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from multiprocessing.process import BaseProcess
+    from collections.abc import Sequence
     from types import TracebackType
 
     from batcher.tuning.plan import WorkerPlan
@@ -25,6 +22,7 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S: Final = 30.0
 _STOP_TIMEOUT_S: Final = 10.0
+_END_TIMEOUT_S: Final = 2.0
 
 
 class Fleet:
@@ -35,27 +33,19 @@ class Fleet:
     """
 
     def __init__(self, plans: Sequence[WorkerPlan]) -> None:
-        spawn = multiprocessing.get_context("spawn")
         self.counts = [WorkerCounts(0, 0, 0) for _ in plans]
         """The processes' latest counts."""
         self.results: list[WorkerResult | None] = [None for _ in plans]
         """The processes' results, None before they end."""
         self._ready = [False for _ in plans]
         self._pipes: list[Pipe] = []
-        self._processes: list[BaseProcess] = []
-        with _sigint_ignored():
-            for plan in plans:
-                ours, theirs = spawn.Pipe()
-                process = spawn.Process(
-                    target=worker.main,
-                    args=(plan, theirs),
-                    name=f"batcher-bench-{plan.index}",
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for plan in plans:
+            ours, theirs = connection.Pipe()
+            self._processes.append(_spawn(theirs))
+            theirs.close()
+            ours.send(plan)
+            self._pipes.append(ours)
 
     def __enter__(self) -> Fleet:
         return self
@@ -69,10 +59,12 @@ class Fleet:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(1.0)
-            if process.is_alive():
+            # A process whose pipe is closed ends by itself.
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
                 process.kill()
-                process.join()
+                process.wait()
 
     @property
     def done(self) -> bool:
@@ -115,10 +107,9 @@ class Fleet:
             try:
                 kind, value = self._pipes[index].recv()
             except (EOFError, ConnectionError):
-                process = self._processes[index]
-                process.join(1.0)
+                code = self._processes[index].wait(_END_TIMEOUT_S)
                 raise BatcherError(
-                    f"load process {index} died (exit code {process.exitcode})"
+                    f"load process {index} died (exit code {code})"
                 ) from None
             if kind == "counts":
                 self.counts[index] = value
@@ -130,15 +121,22 @@ class Fleet:
                 raise BatcherError(f"load process {index}: {value}")
 
 
-@contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """Processes started here never see Ctrl-C: their parent tells them to stop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # An ignored signal is inherited, from the first instruction of the child on.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+def _spawn(pipe: Pipe) -> subprocess.Popen[bytes]:
+    """Start a process that runs the plan it is sent through `pipe`.
+
+    Not by `multiprocessing`: its processes first import the main program again, which
+    for a command-line tool takes longer than all that the load needs.
+    """
+    fd = pipe.fileno()
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-c"),
+            f"from batcher.tuning.worker import serve; serve({fd})",
+        ],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+        pass_fds=(fd,),
+        # Not in the terminal's group: Ctrl-C is for us, and we tell them to stop.
+        process_group=0,
+    )

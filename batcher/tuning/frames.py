@@ -44,8 +44,17 @@ DEFAULT_WINDOW: Final = 65_535
 DEFAULT_TABLE: Final = 4096
 LAST_STREAM_ID: Final = 2**31 - 1
 
-FRAME: Final = Struct(">IBI")
-"""A frame header: length and kind in one word, flags, stream id."""
+FRAME: Final = Struct(">IB4s")
+"""A frame header: length and kind in one word, flags, stream id.
+
+Stream ids are kept as the four bytes that they are on the wire: they are dictionary
+keys and parts of frames much more often than numbers.
+"""
+
+STREAM_ID: Final = Struct(">I")
+
+CONNECTION: Final = b"\0\0\0\0"
+"""In the place of a stream id: the frame is about the whole connection."""
 
 SETTING: Final = Struct(">HI")
 
@@ -59,10 +68,9 @@ def frame_start(length: int, kind: int, flags: int) -> bytes:
     return length.to_bytes(3, "big") + bytes((kind, flags))
 
 
-def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+def frame(kind: int, flags: int, stream_id: bytes, payload: bytes) -> bytes:
     """A whole frame."""
-    start = frame_start(len(payload), kind, flags)
-    return start + stream_id.to_bytes(4, "big") + payload
+    return frame_start(len(payload), kind, flags) + stream_id + payload
 
 
 def opening() -> bytes:
@@ -77,11 +85,12 @@ def opening() -> bytes:
         (ENABLE_PUSH, 0),
         (INITIAL_WINDOW_SIZE, MAX_WINDOW),
     )
+    pairs = b"".join(SETTING.pack(*pair) for pair in settings)
     grow = (MAX_WINDOW - DEFAULT_WINDOW).to_bytes(4, "big")
     return (
         PREFACE
-        + frame(SETTINGS, 0, 0, b"".join(SETTING.pack(*pair) for pair in settings))
-        + frame(WINDOW_UPDATE, 0, 0, grow)
+        + frame(SETTINGS, 0, CONNECTION, pairs)
+        + frame(WINDOW_UPDATE, 0, CONNECTION, grow)
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import re
-from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -79,6 +78,9 @@ _HTTP_CODES: Final = {
 
 MAX_BLOCK_BYTES: Final = 16_384
 """Longest request header block: it must fit one frame of the smallest maximum size."""
+
+PREFIX_BYTES: Final = 5
+"""What gRPC puts before a message: whether it is compressed, and its length."""
 
 _CACHED_BLOCKS: Final = 1024
 _KEY = re.compile(r"[a-z0-9_.-]+")
@@ -181,22 +183,44 @@ class Head(NamedTuple):
 
 
 class UsualAnswer:
-    """How an answer looks around its message, when that is one DATA frame."""
+    """How an answer looks around its message, when that is one DATA frame.
 
-    __slots__ = ("closing", "marks", "opening")
+    The tuples are what `stream_id.join` makes the bytes before and after it of.
+    """
 
     def __init__(self, head: bytes, trailers: bytes) -> None:
-        self.opening = Struct(f">5sI{len(head)}sIBI")
-        """HEADERS' start, id and block; DATA's length and kind, flags and id."""
-        self.closing = Struct(f">5sI{len(trailers)}s")
-        """The trailing HEADERS' start, id and block."""
-        self.marks = (
-            frame_start(len(head), HEADERS, END_HEADERS),
-            head,
-            frame_start(len(trailers), HEADERS, END_HEADERS | END_STREAM),
-            trailers,
-        )
-        """The starts and blocks of both, in order."""
+        self.blocks = (head, trailers)
+        """The header blocks of both ends."""
+        self.length_at = 9 + len(head)
+        """Where DATA's length stands, in bytes from the answer's start."""
+        self.message_at = self.length_at + 9
+        """Where the message begins."""
+        self.openings = _Openings(head)
+        """By DATA's length as on the wire: the same in bytes, and what comes before."""
+        last = frame_start(len(trailers), HEADERS, END_HEADERS | END_STREAM)
+        self.closing = (last, trailers)
+        """What comes after the message."""
+        self.closing_bytes = 9 + len(trailers)
+        """The length of that."""
+
+
+class _Openings(dict[bytes, tuple[int, tuple[bytes, ...]]]):
+    """See `UsualAnswer.openings`; made as they are needed."""
+
+    def __init__(self, head: bytes) -> None:
+        self._head = head
+
+    def __missing__(self, length: bytes) -> tuple[int, tuple[bytes, ...]]:
+        size_bytes = int.from_bytes(length, "big")
+        first = frame_start(len(self._head), HEADERS, END_HEADERS)
+        opening: tuple[bytes, ...] = (first, self._head + length + b"\0\0", b"")
+        if len(length) != 3 or size_bytes < PREFIX_BYTES:
+            # Not a whole message, so not a usual answer: no stream id fits here.
+            opening = (b"\xff" * 9, b"")
+        if len(self) >= _CACHED_BLOCKS:
+            self.clear()
+        self[length] = (size_bytes, opening)
+        return self[length]
 
 
 class HeadReader:
@@ -247,7 +271,7 @@ class HeadReader:
         head = self._usual_head
         if not head or block not in self.known:
             return
-        if self.usual is None or self.usual.marks[1::2] != (head, block):
+        if self.usual is None or self.usual.blocks != (head, block):
             self.usual = UsualAnswer(head, block)
 
     def _table(self) -> tuple[int, int, object]:

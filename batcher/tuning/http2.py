@@ -20,6 +20,7 @@ from batcher.tuning.headers import (
     INTERNAL,
     OK,
     PENDING,
+    PREFIX_BYTES,
     RESET_CODES,
     UNAVAILABLE,
     UNKNOWN,
@@ -36,7 +37,6 @@ _UNLIMITED: Final = 2**31
 # Half the window: a peer is never held up, and an update is a rare event.
 _REFILL_BYTES: Final = 2**30
 _MAX_BLOCK_BYTES: Final = 2**20
-_PREFIX_BYTES: Final = 5
 _HEADERS_FLAGS: Final = frames.END_HEADERS | frames.PADDED | frames.PRIORITY
 _DATA_FLAGS: Final = frames.END_STREAM | frames.PADDED
 _NO_TRAILERS: Final = Head(UNKNOWN, "the answer ended without trailers", False, False)
@@ -70,7 +70,7 @@ class Connection:
         self._waiting: deque[Call] = deque()
         self._heads = HeadReader()
         self._rest = b""
-        self._block: tuple[int, int, bytes] | None = None
+        self._block: tuple[bytes, int, bytes] | None = None
         self._finished: list[Call] = []
         self._max_streams = _UNLIMITED
         self._unacknowledged = 0
@@ -93,12 +93,13 @@ class Connection:
     def close(self, text: str) -> list[Call]:
         """The connection is gone: end all its calls as UNAVAILABLE; return them."""
         self.draining = True
-        left = [*self.streams.values(), *self._waiting]
+        waiting = [call for call in self._waiting if call.code == PENDING]
+        lost = [*self.streams.values(), *waiting]
         self._waiting.clear()
         self._out.clear()
-        lost = [call for call in left if call.code == PENDING]
         for call in lost:
-            call.fail(UNAVAILABLE, text)
+            if call.code == PENDING:
+                call.fail(UNAVAILABLE, text)
         return lost
 
     def receive(self, data: bytes) -> list[Call]:
@@ -114,7 +115,7 @@ class Connection:
             self._others(data, used)
         if self._unacknowledged >= _REFILL_BYTES:
             grow = self._unacknowledged.to_bytes(4, "big")
-            self._out.frame(frames.WINDOW_UPDATE, 0, 0, grow)
+            self._out.frame(frames.WINDOW_UPDATE, 0, frames.CONNECTION, grow)
             self._unacknowledged = 0
         if self._waiting:
             self._open_waiting()
@@ -132,7 +133,7 @@ class Connection:
         except (ProtocolError, HPACKError) as fault:
             self.error = f"HTTP/2 protocol error: {fault}"
             self.news = True
-            self._out.frame(frames.GOAWAY, 0, 0, b"\0\0\0\0\0\0\0\1")
+            self._out.frame(frames.GOAWAY, 0, frames.CONNECTION, b"\0\0\0\0\0\0\0\1")
 
     def _frames(self, data: bytes, start: int) -> int:
         """Handle every whole frame from `start` on; return where they end."""
@@ -160,7 +161,7 @@ class Connection:
                     if call.payload is not None:
                         call.payload += payload
             else:
-                self._other(kind, flags, stream_id & 0x7FFFFFFF, payload)
+                self._other(kind, flags, stream_id, payload)
         return start
 
     def _usual_answers(self, data: bytes, start: int) -> int:
@@ -171,44 +172,38 @@ class Connection:
         is what makes the generator cheap; every other one is read frame by frame.
         """
         usual = self._heads.usual
-        if usual is None or self._block is not None or self._out.holds_back:
+        if usual is None or self._out.stalled:
             return start
         pop = self.streams.pop
         append = self._finished.append
-        opening, closing = usual.opening.unpack_from, usual.closing.unpack_from
-        opening_bytes, closing_bytes = usual.opening.size, usual.closing.size
-        first, block, last, trailers = usual.marks
+        length_at, message_at = usual.length_at, usual.message_at
+        openings, closing = usual.openings, usual.closing
+        closing_bytes = usual.closing_bytes
+        matches = data.startswith
         size = len(data)
         message_bytes = 0
-        while start + opening_bytes <= size:
-            mark, stream_id, head, word, flags, data_id = opening(data, start)
-            tail = start + opening_bytes + (word >> 8)
-            end = tail + closing_bytes
-            if (
-                mark != first
-                or head != block
-                or flags
-                or word & 0xFF
-                or data_id != stream_id
-                or end > size
-                or tail - start < opening_bytes + _PREFIX_BYTES
+        while start < size:
+            at = start + length_at
+            length_bytes, opening = openings[data[at : at + 3]]
+            stream_id = data[start + 5 : start + 9]
+            message = start + message_at
+            tail = message + length_bytes
+            if not matches(stream_id.join(opening), start) or not matches(
+                stream_id.join(closing), tail
             ):
-                break
-            mark, tail_id, head = closing(data, tail)
-            if mark != last or head != trailers or tail_id != stream_id:
                 break
             call = pop(stream_id, None)
             if call is not None:
                 call.code = OK
                 if call.payload is not None:
-                    call.payload += data[start + opening_bytes : tail]
+                    call.payload += data[message:tail]
                 append(call)
-            message_bytes += word >> 8
-            start = end
+            message_bytes += length_bytes
+            start = tail + closing_bytes
         self._unacknowledged += message_bytes
         return start
 
-    def _head(self, flags: int, stream_id: int, block: bytes) -> None:
+    def _head(self, flags: int, stream_id: bytes, block: bytes) -> None:
         """A whole header block: the head of an answer, or its end."""
         heads = self._heads
         head = heads.known.get(block) or heads.decode(block)
@@ -224,20 +219,20 @@ class Connection:
         else:
             heads.note_head(block)
 
-    def _end(self, stream_id: int, head: Head) -> None:
+    def _end(self, stream_id: bytes, head: Head) -> None:
         """The answer has ended: with trailers, or without any."""
         call = self.streams.pop(stream_id, None)
         if call is None:
             return
         if call.code == PENDING or head.has_status:
             call.fail(head.code, head.text)
-        if call.code == OK and call.received_bytes < _PREFIX_BYTES:
+        if call.code == OK and call.received_bytes < PREFIX_BYTES:
             call.fail(INTERNAL, "status OK without a message")
         if self._out.forget(stream_id):
             self._out.reset(stream_id)
         self._finished.append(call)
 
-    def _other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+    def _other(self, kind: int, flags: int, stream_id: bytes, payload: bytes) -> None:
         """Handle a frame that is not one of a usual answer's."""
         if not self.ready and (kind != frames.SETTINGS or flags & frames.ACK):
             raise ProtocolError("the peer's first frame is not SETTINGS")
@@ -254,7 +249,7 @@ class Connection:
         elif kind == frames.SETTINGS and not flags & frames.ACK:
             self._settings(payload)
         elif kind == frames.PING and not flags & frames.ACK:
-            self._out.frame(frames.PING, frames.ACK, 0, payload)
+            self._out.frame(frames.PING, frames.ACK, frames.CONNECTION, payload)
         elif kind == frames.GOAWAY:
             self._goaway(payload)
         elif kind == frames.WINDOW_UPDATE:
@@ -263,7 +258,7 @@ class Connection:
         elif kind == frames.PUSH_PROMISE:
             raise ProtocolError("PUSH_PROMISE, though push is switched off")
 
-    def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
+    def _data(self, flags: int, stream_id: bytes, payload: bytes) -> None:
         # Padding counts for flow control (§6.9.1).
         self._unacknowledged += len(payload)
         call = self.streams.get(stream_id)
@@ -277,7 +272,7 @@ class Connection:
         if flags & frames.END_STREAM:
             self._end(stream_id, _NO_TRAILERS)
 
-    def _headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+    def _headers(self, flags: int, stream_id: bytes, payload: bytes) -> None:
         if flags & frames.PADDED:
             payload = frames.unpadded(payload)
         if flags & frames.PRIORITY:
@@ -287,7 +282,7 @@ class Connection:
         else:
             self._block = (stream_id, flags, payload)
 
-    def _continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
+    def _continuation(self, flags: int, stream_id: bytes, payload: bytes) -> None:
         if self._block is None or self._block[0] != stream_id:
             raise ProtocolError("CONTINUATION without a header block before it")
         _, first_flags, block = self._block
@@ -299,7 +294,7 @@ class Connection:
             self._block = None
             self._head(first_flags, stream_id, block)
 
-    def _peer_reset(self, stream_id: int, payload: bytes) -> None:
+    def _peer_reset(self, stream_id: bytes, payload: bytes) -> None:
         self._out.forget(stream_id)
         call = self.streams.pop(stream_id, None)
         if call is None:
@@ -324,15 +319,17 @@ class Connection:
                 self._out.set_stream_window(value)
         self.ready = True
         self.news = True
-        self._out.frame(frames.SETTINGS, frames.ACK, 0, b"")
+        self._out.frame(frames.SETTINGS, frames.ACK, frames.CONNECTION, b"")
         self._out.pump()
         self._open_waiting()
 
     def _goaway(self, payload: bytes) -> None:
         """No new calls; those above the last id were not looked at (§6.8)."""
+        if len(payload) < 8:
+            raise ProtocolError("GOAWAY of a wrong length")
         self.draining = True
         self.news = True
-        last_id = int.from_bytes(payload[:4], "big") & 0x7FFFFFFF
+        last_id = bytes([payload[0] & 0x7F]) + payload[1:4]
         reason = payload[8:].decode("utf-8", "replace") or "no reason given"
         error = int.from_bytes(payload[4:8], "big")
         self._closing = f"GOAWAY with error {error}: {reason}"
@@ -364,7 +361,7 @@ class Connection:
         while waiting and len(self.streams) < self._max_streams:
             call = waiting.popleft()
             if call.code == PENDING:
-                self._open((call,))
+                self._open([call])
 
 
 def _too_long(start: bytes, ready: bool) -> str:

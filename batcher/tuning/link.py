@@ -55,18 +55,18 @@ class Address:
         except (OSError, OverflowError) as fault:
             raise ConfigError(f"target {target!r}: {fault}") from fault
         self._resolved = [(family, address) for family, *_, address in found]
-        self._turn = 0
 
-    def start(self) -> tuple[socket.socket, str]:
-        """Begin to connect; return the socket and, if it failed at once, why."""
+    def start(self, attempt: int) -> tuple[socket.socket, str]:
+        """Begin to connect; return the socket and, if it failed at once, why.
+
+        A name may have several addresses, and `localhost` be ::1 first while the
+        server listens on 127.0.0.1 only: each attempt takes the next.
+        """
         if self._path:
             made = socket.socket(socket.AF_UNIX)
             address: object = self._path
         else:
-            # A name's next address on each try: `localhost` may be ::1 first while
-            # the server listens on 127.0.0.1 only.
-            family, address = self._resolved[self._turn % len(self._resolved)]
-            self._turn += 1
+            family, address = self._resolved[attempt % len(self._resolved)]
             made = socket.socket(family, socket.SOCK_STREAM)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setblocking(False)
@@ -170,10 +170,11 @@ class Link:
         self._address = address
         self._queue: list[Call] = []
         self._backoff_ns = _FIRST_BACKOFF_NS
+        self._attempt = 0
 
     def connect(self, now_ns: int) -> Channel | None:
         """Begin an attempt; None if it failed at once (see `failed`)."""
-        made, fault = self._address.start()
+        made, fault = self._address.start(self._attempt)
         if fault:
             made.close()
             self.last_fault = fault
@@ -205,6 +206,8 @@ class Link:
 
     def failed(self, fault: str, now_ns: int) -> list[Call]:
         """An attempt or a channel ended: try again later; return the calls lost."""
+        if not self.up:
+            self._attempt += 1
         self.channel = None
         self.up = False
         self.last_fault = fault

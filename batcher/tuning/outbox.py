@@ -12,8 +12,6 @@ from batcher.tuning import frames
 from batcher.tuning.frames import FRAME_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from batcher.tuning.calls import Call
 
 
@@ -32,43 +30,50 @@ class Outbox:
     """What goes to the peer of one connection."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, Call] = {}
+        self.streams: dict[bytes, Call] = {}
         """Calls on the wire by stream id."""
         self.used_up = False
         """Whether there are no more stream ids."""
         self._output = [frames.opening()]
-        self._stalled: dict[int, _Stalled] = {}
+        self.stalled: dict[bytes, _Stalled] = {}
+        """Bodies of which a part waits for the peer's windows, oldest first."""
         self._next_id = 1
         self._form = 0
         self._window = frames.DEFAULT_WINDOW
         self._stream_window = frames.DEFAULT_WINDOW
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether a part of some request body waits for the peer's windows."""
-        return bool(self._stalled)
-
-    def open(self, calls: Iterable[Call]) -> None:
+    def open(self, calls: list[Call]) -> None:
         """Put each call on a stream of its own."""
         streams = self.streams
         append = self._output.append
+        pack = frames.STREAM_ID.pack
+        next_id = self._next_id
+        window = self._window
+        form = self._form
+        # The largest body that can go out whole; none while others are held back.
+        whole_bytes = 0 if self.stalled else self._stream_window
         for call in calls:
-            stream_id = self._next_id
-            self._next_id = stream_id + 2
-            call.stream_id = stream_id
-            streams[stream_id] = call
             request = call.request
-            form = self._form
-            self._form = form | 1
-            window = self._window - request.size_bytes
-            if window < 0 or self._stalled or request.size_bytes > self._stream_window:
-                self._hold_back(call, form)
+            size = request.size_bytes
+            call.stream_id = stream_id = pack(next_id)
+            next_id += 2
+            streams[stream_id] = call
+            if size <= window and size <= whole_bytes:
+                window -= size
+                append(stream_id.join(request.pieces[form]))
             else:
                 self._window = window
-                append(stream_id.to_bytes(4, "big").join(request.pieces[form]))
-        self.used_up = self._next_id > frames.LAST_STREAM_ID
+                self._hold_back(call, form)
+                window = self._window
+                whole_bytes = 0 if self.stalled else self._stream_window
+            form |= 1
+        self._window = window
+        self._next_id = next_id
+        self._form = form
+        if next_id > frames.LAST_STREAM_ID:
+            self.used_up = True
 
-    def frame(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+    def frame(self, kind: int, flags: int, stream_id: bytes, payload: bytes) -> None:
         """Send a frame."""
         self._output.append(frames.frame(kind, flags, stream_id, payload))
 
@@ -81,14 +86,14 @@ class Outbox:
         output.clear()
         return data
 
-    def reset(self, stream_id: int) -> None:
+    def reset(self, stream_id: bytes) -> None:
         """Tell the peer that we have lost interest in a stream (CANCEL)."""
-        self._stalled.pop(stream_id, None)
+        self.stalled.pop(stream_id, None)
         self.frame(frames.RST_STREAM, 0, stream_id, frames.CANCEL.to_bytes(4, "big"))
 
-    def forget(self, stream_id: int) -> bool:
+    def forget(self, stream_id: bytes) -> bool:
         """A stream has ended; returns whether a part of its body was not sent."""
-        return self._stalled.pop(stream_id, None) is not None
+        return self.stalled.pop(stream_id, None) is not None
 
     def use_no_table(self) -> None:
         """The peer's header table is too small: send headers without it."""
@@ -99,21 +104,21 @@ class Outbox:
         """The peer's SETTINGS_INITIAL_WINDOW_SIZE, for open streams too (§6.9.2)."""
         grown = size - self._stream_window
         self._stream_window = size
-        for body in self._stalled.values():
+        for body in self.stalled.values():
             body.window += grown
 
-    def grow_window(self, stream_id: int, grown: int) -> None:
-        """The peer's WINDOW_UPDATE, of the connection if `stream_id` is 0."""
-        if stream_id == 0:
+    def grow_window(self, stream_id: bytes, grown: int) -> None:
+        """The peer's WINDOW_UPDATE, of a stream or of the connection."""
+        if stream_id == frames.CONNECTION:
             self._window += grown
-        elif (body := self._stalled.get(stream_id)) is not None:
+        elif (body := self.stalled.get(stream_id)) is not None:
             body.window += grown
-        if self._stalled:
+        if self.stalled:
             self.pump()
 
     def pump(self) -> None:
         """Send of the held-back bodies what the windows allow, oldest first."""
-        for stream_id, body in [*self._stalled.items()]:
+        for stream_id, body in [*self.stalled.items()]:
             data = body.call.request.data
             left = len(data) - body.sent_bytes
             while left > 0:
@@ -128,17 +133,17 @@ class Outbox:
                 flags = 0 if left else frames.END_STREAM
                 self.frame(frames.DATA, flags, stream_id, chunk)
             if left == 0:
-                del self._stalled[stream_id]
+                del self.stalled[stream_id]
             if self._window <= 0:
                 return
 
     def clear(self) -> None:
         """The connection is gone."""
         self.streams.clear()
-        self._stalled.clear()
+        self.stalled.clear()
 
     def _hold_back(self, call: Call, form: int) -> None:
         block = call.request.blocks[form]
         self.frame(frames.HEADERS, frames.END_HEADERS, call.stream_id, block)
-        self._stalled[call.stream_id] = _Stalled(call, self._stream_window)
+        self.stalled[call.stream_id] = _Stalled(call, self._stream_window)
         self.pump()

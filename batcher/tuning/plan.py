@@ -1,22 +1,63 @@
 """What the processes of a run tell each other: a worker's plan, counts and result.
 
+`Body`, what a request carries, is a part of the plan.
+
 Plain picklable values; who sends what when is in `bench` and `worker`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from batcher.errors import ConfigError
+
 if TYPE_CHECKING:
     from batcher.tuning.arrivals import Arrivals
-    from batcher.tuning.bodies import Body
+    from batcher.tuning.headers import Metadata
+    from batcher.tuning.latency import Recorded
 
 OVERFLOW: Final = "OVERFLOW"
 """In the place of a gRPC code: not sent, since too many were in flight."""
 
 UNANSWERED: Final = "UNANSWERED"
 """In the place of a gRPC code: no answer came until the run was over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """One kind of request of the load."""
+
+    message: bytes
+    """The serialised ModelInferRequest."""
+
+    label: str = ""
+    """What the report calls it; empty for its position in the list."""
+
+    weight: float = 1.0
+    """How often it is sent, relative to the other bodies' weights."""
+
+    deadline_us: int | None = None
+    """Microseconds after which the call is given up (`grpc-timeout`), or None."""
+
+    metadata: Metadata = ()
+    """Metadata sent with each call; the value of a `-bin` key is bytes."""
+
+    expected_raw: tuple[bytes, ...] | None = None
+    """The answer's `raw_output_contents`, for verification; None takes the answer
+    to the request that is sent before the run as the right one."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(
+                f"body {self.label!r}: weight is {self.weight}; it must be above 0"
+            )
+        if self.deadline_us is not None and self.deadline_us <= 0:
+            raise ConfigError(
+                f"body {self.label!r}: deadline_us is {self.deadline_us}; it must be "
+                "above 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +148,10 @@ class WorkerResult:
     errors: dict[str, ErrorCount] = field(default_factory=dict)
     """Measured requests that failed, by name of the code."""
 
-    latency: tuple[bytes, bytes] = (b"", b"")
+    latency: Recorded = (b"", {})
     """`LatencyRecorder.take` of the measured OK answers."""
 
-    send_lag: tuple[bytes, bytes] = (b"", b"")
+    send_lag: Recorded = (b"", {})
     """The same of how late requests left (open loop)."""
 
     verified: int = 0

@@ -16,8 +16,8 @@ from batcher.tuning.headers import PENDING
 from batcher.tuning.link import Address, Link
 
 if TYPE_CHECKING:
-    from batcher.tuning.bodies import Body
     from batcher.tuning.link import Channel
+    from batcher.tuning.plan import Body
 
 
 def probe(target: str, bodies: tuple[Body, ...], timeout_s: float) -> list[Call]:
@@ -40,6 +40,7 @@ def probe(target: str, bodies: tuple[Body, ...], timeout_s: float) -> list[Call]
                 break
             link.last_fault = channel.closed or channel.http.error or "no answer"
             channel.socket.close()
+        link.failed(link.last_fault, time.monotonic_ns())
     else:
         raise BatcherError(f"no server at {target}: {link.last_fault}")
     link.opened()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from batcher.tuning.latency import LatencySummary
+    from batcher.tuning.percentiles import LatencySummary
     from batcher.tuning.plan import ErrorCount
     from batcher.tuning.server_stats import ModelUse
 

@@ -9,7 +9,7 @@ from batcher.tuning.unary import call
 
 if TYPE_CHECKING:
     from batcher.rpc.messages import ModelStatistics, StatisticDuration
-    from batcher.tuning.bodies import Body
+    from batcher.tuning.plan import Body
 
     Snapshot = dict[tuple[str, str], ModelStatistics]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from batcher.tuning.latency import LatencySummary
+from batcher.tuning.percentiles import LatencySummary
 from batcher.tuning.plan import ErrorCount
 from batcher.tuning.report import BenchReport
 
@@ -141,5 +141,5 @@ def _warnings(report: BenchReport) -> list[str]:
             f"{report.mismatch_sample}"
         )
     if not report.latency.exact:
-        found.append("so many requests that percentiles are to 0.2 %")
+        found.append("so many requests that percentiles are to 0.4 %")
     return found

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from batcher.tuning.plan import WorkerPlan
 
 _REPORT_NS: Final = 200_000_000
+_SAMPLE_LENGTH: Final = 1000
 
 
 class Tally:
@@ -33,8 +34,6 @@ class Tally:
 
     def __init__(self, plan: WorkerPlan) -> None:
         self.result = WorkerResult()
-        self.outstanding = 0
-        """Measured requests without an answer."""
         self.give_up_at_ns = 0
         """When answers are no longer waited for."""
         self._plan = plan
@@ -42,10 +41,10 @@ class Tally:
         self._until_ns = 0
         self._latency = LatencyRecorder()
         self._lag = LatencyRecorder()
-        self._in_flight = 0
-        self._answered = 0
-        self._errors = 0
         self._left = plan.requests
+        self._sent = 0
+        self._ended = 0
+        self._errors = 0
         self._verify_due = 0.0
         self._report_at_ns = 0
         self._last_answer_ns = 0
@@ -66,10 +65,9 @@ class Tally:
         if self._left is not None and due_ns >= self._from_ns:
             calls = min(calls, self._left) if measured else 0
             self._left -= calls
-        self._in_flight += calls
+        self._sent += calls
         if measured:
             self.result.sent += calls
-            self.outstanding += calls
         return calls, measured
 
     def samples(self) -> bool:
@@ -86,47 +84,45 @@ class Tally:
 
     def finish(self, calls: list[Call], now_ns: int) -> None:
         """Count calls that ended."""
-        # The hot half of counting: what can be done for all at once is.
+        # Runs for every call: what can be counted for all at once, or derived, is.
         record = self._latency.record
-        measured = succeeded = failed = 0
+        errors = self._errors
+        succeeded = 0
         for call in calls:
-            measured += call.measured
             if call.code != OK:
-                failed += 1
-                if call.measured:
-                    self._count_error(code_name(call.code), call.text, call)
+                self._fail(call, code_name(call.code), call.text)
             elif call.measured:
                 succeeded += 1
                 record(now_ns - call.due_ns)
                 if call.payload is not None:
                     self._verify(call, call.payload)
-        answered = len(calls) - failed
-        self._in_flight -= len(calls)
-        self._answered += answered
-        self._errors += failed
-        self.outstanding -= measured
+        self._ended += len(calls)
         if succeeded:
             self.result.succeeded += succeeded
             self._last_answer_ns = now_ns
         if self._from_ns <= now_ns < self._until_ns:
-            self.result.answered_in_window += answered
+            self.result.answered_in_window += len(calls) - self._errors + errors
 
     def is_full(self) -> bool:
         """Open loop: whether more requests are admitted than may be in flight."""
-        return self._in_flight > self._plan.max_in_flight
+        return self._sent - self._ended > self._plan.max_in_flight
 
     def overflow(self, call: Call) -> None:
         """A call was admitted, but cannot be sent: too many are in flight."""
         limit = self._plan.max_in_flight * self._plan.processes
-        self._in_flight -= 1
-        self._errors += 1
-        if call.measured:
-            self.outstanding -= 1
-            self._count_error(OVERFLOW, f"not sent: {limit} are in flight", call)
+        self._ended += 1
+        self._fail(call, OVERFLOW, f"not sent: {limit} are in flight")
 
     def is_complete(self, now_ns: int) -> bool:
         """Whether nothing measured will be sent any more."""
         return now_ns >= self._until_ns or self._left == 0
+
+    @property
+    def outstanding(self) -> int:
+        """Measured requests without an answer."""
+        result = self.result
+        failed = sum(error.count for error in result.errors.values())
+        return result.sent - result.succeeded - failed
 
     def next_boundary_ns(self, now_ns: int, at_most_ns: int) -> int:
         """The next instant that must not be slept through."""
@@ -146,7 +142,11 @@ class Tally:
         if now_ns < self._report_at_ns:
             return None
         self._report_at_ns = now_ns + _REPORT_NS
-        return WorkerCounts(self._answered, self._errors, self._in_flight)
+        return WorkerCounts(
+            answered=self._ended - self._errors,
+            errors=self._errors,
+            in_flight=self._sent - self._ended,
+        )
 
     def end(self, now_ns: int, *, interrupted: bool) -> None:
         """The run is over: complete `result`."""
@@ -159,12 +159,13 @@ class Tally:
             result.cpu_ns = last[1] - first[1]
             result.runqueue_ns = last[2] - first[2]
             result.handled = last[3] - first[3]
+        outstanding = self.outstanding
         if interrupted:
-            result.sent -= self.outstanding
-        elif self.outstanding:
+            result.sent -= outstanding
+        elif outstanding:
             waited_s = (now_ns - self._until_ns) / 1e9
             result.errors[UNANSWERED] = ErrorCount(
-                self.outstanding,
+                outstanding,
                 f"no answer {waited_s:.1f} s after the end of the window",
             )
         until_ns = min(now_ns, self._until_ns)
@@ -187,20 +188,25 @@ class Tally:
             if not self.result.mismatch_sample:
                 self.result.mismatch_sample = f"{self._label(call)}: {fault}"
 
-    def _count_error(self, code: str, text: str, call: Call) -> None:
+    def _fail(self, call: Call, code: str, text: str) -> None:
+        self._errors += 1
+        if not call.measured:
+            return
         known = self.result.errors.get(code)
         if known is not None:
             known.count += 1
         else:
-            self.result.errors[code] = ErrorCount(1, f"{self._label(call)}: {text}")
+            sample = f"{self._label(call)}: {text}"[:_SAMPLE_LENGTH]
+            self.result.errors[code] = ErrorCount(1, sample)
 
     def _label(self, call: Call) -> str:
         index = call.request.index
         return f"body {index} {self._plan.bodies[index].label}".rstrip()
 
     def _read_cpu(self, now_ns: int) -> None:
-        handled = self._answered + self._errors
-        self._readings.append((now_ns, time.process_time_ns(), runqueue_ns(), handled))
+        self._readings.append(
+            (now_ns, time.process_time_ns(), runqueue_ns(), self._ended)
+        )
 
 
 def runqueue_ns() -> int:

@@ -1,22 +1,23 @@
 """A load-generating process: one thread, one epoll, many calls in flight.
 
-The loop that sends and counts lives here; the wire is `http2` and `link`, the figures'
-meaning is `plan.WorkerResult`. A process starts with a plan, says when its connections
+The loop that sends and counts lives here; the wire is `http2` and `linkset`, the
+figures' meaning is `tally`. A process starts with a plan, says when its connections
 are up, waits for the common start instant and sends its counts and result through a
 pipe. All instants are of CLOCK_MONOTONIC, which the processes of a machine share.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import select
 import time
 import traceback
 from collections import deque
 from itertools import chain, islice
+from multiprocessing.connection import Connection as Pipe
 from typing import TYPE_CHECKING, Final
 
-from batcher.tuning import arrivals as arrival_processes
 from batcher.tuning.calls import Call, requests_of
 from batcher.tuning.headers import (
     DEADLINE_EXCEEDED,
@@ -25,28 +26,39 @@ from batcher.tuning.headers import (
     UNAVAILABLE,
     UNPROCESSED,
 )
-from batcher.tuning.link import Address, Channel, Link
+from batcher.tuning.link import Address
+from batcher.tuning.linkset import LinkSet
 from batcher.tuning.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from multiprocessing.connection import Connection as Pipe
 
+    from batcher.tuning.link import Channel, Link
     from batcher.tuning.plan import WorkerPlan
 
 _TICK_NS: Final = 50_000_000
 _FAST_TICK_NS: Final = 5_000_000
 _START_TIMEOUT_NS: Final = 10_000_000_000
 _NEVER: Final = 2**62
+_PR_SET_TIMERSLACK: Final = 29
 
-_READ: Final = select.EPOLLIN
-_READ_WRITE: Final = select.EPOLLIN | select.EPOLLOUT
+
+def serve(fd: int) -> None:
+    """Run the plan that comes through the pipe `fd`; the whole life of a process."""
+    pipe = Pipe(fd)
+    try:
+        plan = pipe.recv()
+    except EOFError:
+        return  # the parent has gone
+    main(plan, pipe)
 
 
 def main(plan: WorkerPlan, pipe: Pipe) -> None:
-    """Run a process' share of the load; the entry point of a spawned process."""
+    """Run a process' share of the load."""
     # Calls make no cycles, and a collection would delay every call in flight.
     gc.disable()
+    # Linux wakes a sleeper up to 50 µs late unless told that it matters (prctl(2)).
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         worker = Worker(plan, pipe)
         fault = worker.connect()
@@ -78,12 +90,9 @@ class Worker:
         self._plan = plan
         self._pipe = pipe
         address = Address(plan.target)
-        self._links = [Link(i, address) for i in range(plan.connections)]
+        self._set = LinkSet(address, plan.connections, pipe.fileno())
+        self._links = self._set.links
         self._requests = requests_of(plan.bodies, address.authority)
-        self._epoll = select.epoll()
-        self._epoll.register(pipe.fileno(), _READ)
-        self._channels: dict[int, Channel] = {}
-        self._writing: set[int] = set()
         self._expiring: dict[int, deque[Call]] = {
             request.deadline_ns: deque()
             for request in self._requests
@@ -93,28 +102,19 @@ class Worker:
         self._issuing = False
         self._stopped = False
         self._tick_at_ns = 0
-        self._turn_of_link = 0
         self._start_ns = 0
         self._next_due_ns = _NEVER
         self._next_body = 0
-        weights = [body.weight for body in plan.bodies]
-        picks = arrival_processes.draw_bodies(weights, plan.seed, 2 + plan.index)
-        self._picks: Iterator[int] = chain.from_iterable(
-            chunk.tolist() for chunk in picks
-        )
+        self._picks: Iterator[int] = iter(())
         self._arrivals: Iterator[tuple[int, int]] = iter(())
-        if plan.arrivals is not None:
-            self._arrivals = arrival_processes.share(
-                arrival_processes.draw(plan.arrivals, weights, plan.seed),
-                plan.index,
-                plan.processes,
-            )
+        if plan.arrivals is not None or len(plan.bodies) > 1:
+            self._draw(plan)
 
     def connect(self) -> str:
         """Bring all connections up; return why that failed, or nothing."""
         now_ns = time.monotonic_ns()
         give_up_at_ns = now_ns + _START_TIMEOUT_NS
-        while not all(link.up for link in self._links):
+        while not self._set.all_up:
             self._connect_due(now_ns)
             self._turn(_FAST_TICK_NS)
             now_ns = time.monotonic_ns()
@@ -123,6 +123,7 @@ class Worker:
             if now_ns > give_up_at_ns:
                 faults = {link.last_fault for link in self._links if not link.up}
                 return f"no connection to {self._plan.target}: {', '.join(faults)}"
+        self._set.lost = 0
         return ""
 
     def run(self, start_at_ns: int) -> None:
@@ -138,23 +139,33 @@ class Worker:
             for index, link in enumerate(self._links):
                 # Caller i has its place on link i modulo their number.
                 self._call_again(link, len(range(index, callers, len(self._links))))
-                self._flush(link.channel)
+                self._set.flush(link.channel)
         while not self._stopped:
             now_ns = time.monotonic_ns()
-            if now_ns >= self._tick_at_ns:
-                self._tick(now_ns)
             if self._expiring:
                 self._expire(now_ns)
             if not callers:
                 self._send_due(now_ns)
-            if tally.outstanding == 0 and tally.is_complete(now_ns):
-                break
-            if now_ns >= tally.give_up_at_ns:
+            # After sending: what is due in the window's last instant belongs to it.
+            if now_ns >= self._tick_at_ns and self._tick(now_ns):
                 break
             self._turn(self._wait_ns(now_ns))
+        tally.result.connections_lost = self._set.lost
         tally.end(time.monotonic_ns(), interrupted=self._stopped)
-        for channel in self._channels.values():
-            channel.socket.close()
+        self._set.close()
+
+    def _draw(self, plan: WorkerPlan) -> None:
+        """Prepare what is random: arrivals, and the choice of bodies."""
+        # Not at the top of the file: numpy takes most of a process' start.
+        from batcher.tuning import arrivals
+
+        weights = [body.weight for body in plan.bodies]
+        if plan.arrivals is None:
+            picks = arrivals.draw_bodies(weights, plan.seed, 2 + plan.index)
+            self._picks = chain.from_iterable(chunk.tolist() for chunk in picks)
+        else:
+            whole = arrivals.draw(plan.arrivals, weights, plan.seed)
+            self._arrivals = arrivals.share(whole, plan.index, plan.processes)
 
     def _wait_ns(self, now_ns: int) -> int:
         """How long the loop may wait for sockets."""
@@ -168,13 +179,10 @@ class Worker:
 
     def _turn(self, wait_ns: int) -> None:
         """Wait for sockets, then handle all that came."""
-        if self._next_due_ns != _NEVER and wait_ns > 0:
-            # epoll waits for whole milliseconds; select, on the epoll itself, has
-            # microseconds.
-            select.select([self._epoll.fileno()], [], [], wait_ns / 1e9)
-            wait_ns = 0
-        for fd, mask in self._epoll.poll(max(0, wait_ns) / 1e9):
-            channel = self._channels.get(fd)
+        channels = self._set.channels
+        precisely = self._next_due_ns != _NEVER
+        for fd, mask in self._set.poll(wait_ns, precisely=precisely):
+            channel = channels.get(fd)
             if channel is not None:
                 self._handle(channel, mask)
             elif fd == self._pipe.fileno():
@@ -193,11 +201,10 @@ class Worker:
             if finished:
                 self._finish(finished, link, now_ns)
             if link.channel is not channel:
-                self._flush(link.channel)
+                self._set.flush(link.channel)
                 if channel.closed:
                     return
-        if channel.flush() or self._writing:
-            self._watch(channel)
+        self._set.flush(channel)
 
     def _news(self, channel: Channel, finished: list[Call], now_ns: int) -> list[Call]:
         """A channel has become ready, or is at its end; the calls that ended."""
@@ -217,60 +224,13 @@ class Worker:
             channel.closed = channel.closed or "the server sent it away"
         if channel.closed or http.error:
             channel.closed = channel.closed or http.error
-            finished += self._drop(channel, now_ns)
+            finished = finished + self._set.drop(channel, now_ns)
+            self._tick_at_ns = min(self._tick_at_ns, now_ns + _FAST_TICK_NS)
         return finished
 
-    def _flush(self, channel: Channel | None) -> None:
-        """Send what a channel has to send, now or when its socket allows."""
-        if channel is not None and (channel.flush() or self._writing):
-            self._watch(channel)
-
-    def _watch(self, channel: Channel) -> None:
-        """Have the channel's socket say when it can be written to, if it cannot."""
-        fd = channel.socket.fileno()
-        if channel.blocked != (fd in self._writing):
-            self._epoll.modify(fd, _READ_WRITE if channel.blocked else _READ)
-            (self._writing.add if channel.blocked else self._writing.discard)(fd)
-
     def _connect_due(self, now_ns: int) -> None:
-        """Begin the attempts to connect that are due, and end those overdue."""
-        for link in self._links:
-            channel = link.channel
-            lost: list[Call] = []
-            if channel is None and now_ns >= link.retry_at_ns:
-                channel = link.connect(now_ns)
-                if channel is None:
-                    lost = self._fail_link(link, link.last_fault, now_ns)
-                else:
-                    fd = channel.socket.fileno()
-                    self._channels[fd] = channel
-                    # Writable means connected: the opening is sent then.
-                    self._epoll.register(fd, _READ_WRITE)
-                    self._writing.add(fd)
-            elif channel is not None and link.overdue(now_ns):
-                channel.closed = "the server does not answer HTTP/2"
-                lost = self._drop(channel, now_ns)
-            if lost:
-                self._finish(lost, link, now_ns)
-
-    def _drop(self, channel: Channel, now_ns: int) -> list[Call]:
-        """Close a channel; return its calls, which end as UNAVAILABLE."""
-        channel.flush()
-        fd = channel.socket.fileno()
-        self._epoll.unregister(fd)
-        self._writing.discard(fd)
-        del self._channels[fd]
-        channel.socket.close()
-        lost = channel.http.close(channel.closed)
-        if channel.link.channel is channel:
-            lost += self._fail_link(channel.link, channel.closed, now_ns)
-        return lost
-
-    def _fail_link(self, link: Link, fault: str, now_ns: int) -> list[Call]:
-        self.tally.result.connections_lost += self._issuing
-        lost = link.failed(fault, now_ns)
-        self._tick_at_ns = min(self._tick_at_ns, link.retry_at_ns)
-        return lost
+        for link, lost in self._set.connect_due(now_ns):
+            self._finish(lost, link, now_ns)
 
     def _finish(self, calls: list[Call], link: Link, now_ns: int) -> None:
         """Count a link's calls that ended; in closed loop their callers go on."""
@@ -355,7 +315,7 @@ class Worker:
                 continue
             if measured:
                 tally.note_lag(due_ns, now_ns)
-            link = self._next_link()
+            link = self._set.next_up()
             call = Call(request, due_ns, link.index, measured)
             if tally.is_full():
                 tally.overflow(call)
@@ -364,17 +324,7 @@ class Worker:
         for link, calls in batches.items():
             self._prepare(calls, now_ns)
             link.submit(calls)
-            self._flush(link.channel)
-
-    def _next_link(self) -> Link:
-        """The next link in turn that is up; if none is, the next."""
-        links = self._links
-        for _ in links:
-            self._turn_of_link = (self._turn_of_link + 1) % len(links)
-            link = links[self._turn_of_link]
-            if link.up:
-                break
-        return link
+            self._set.flush(link.channel)
 
     def _expire(self, now_ns: int) -> None:
         """Give up calls whose deadline has passed, as a client library does."""
@@ -387,26 +337,31 @@ class Worker:
                     link = self._links[call.link]
                     self._cancel(call)
                     self._finish([call], link, now_ns)
-                    self._flush(link.channel)
+                    self._set.flush(link.channel)
 
     def _cancel(self, call: Call) -> None:
         call.fail(DEADLINE_EXCEEDED, "the deadline passed without an answer")
-        for channel in self._channels.values():
+        for channel in self._set.channels.values():
             if channel.http.streams.get(call.stream_id) is call:
                 channel.http.cancel(call)
-                self._flush(channel)
+                self._set.flush(channel)
                 return
 
-    def _tick(self, now_ns: int) -> None:
-        """What is done now and then."""
-        down = not all(link.up for link in self._links)
+    def _tick(self, now_ns: int) -> bool:
+        """What is done now and then; returns whether the run is over."""
+        tally = self.tally
+        complete = tally.is_complete(now_ns)
+        if (complete and not tally.outstanding) or now_ns >= tally.give_up_at_ns:
+            return True
+        down = not self._set.all_up
         if down:
             self._connect_due(now_ns)
-        tick_ns = _FAST_TICK_NS if down else _TICK_NS
-        self._tick_at_ns = self.tally.next_boundary_ns(now_ns, now_ns + tick_ns)
-        counts = self.tally.tick(now_ns)
+        tick_ns = _FAST_TICK_NS if down or complete else _TICK_NS
+        self._tick_at_ns = tally.next_boundary_ns(now_ns, now_ns + tick_ns)
+        counts = tally.tick(now_ns)
         if counts is not None:
             self._pipe.send(("counts", counts))
+        return False
 
     def _command(self) -> None:
         """The parent says stop, or has gone."""
