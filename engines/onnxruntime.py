@@ -73,7 +73,9 @@ class OnnxRuntimeEngine(Engine):
         options.inter_op_num_threads = 1
         # Spinning threads would take the cores that the event loop needs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 3
+        # A failed run arrives as an exception; ONNX Runtime's own line about it would
+        # stand in colour between the log's records, once per poisoned request.
+        options.log_severity_level = 4
         self.session = _session(path, options)
         self.inputs = tuple(_spec(path, arg) for arg in self.session.get_inputs())
         self.outputs = tuple(_spec(path, arg) for arg in self.session.get_outputs())

@@ -141,9 +141,13 @@ class Slot:
         """Rings the engine side: run what lies in `staging`, after what runs now."""
         # The arrays are made here, so that nothing but the run itself is left to do
         # between two runs.
-        inputs = [staging.input_array(i, s) for i, s in enumerate(input_shapes)]
-        outputs = [staging.output_array(i, s) for i, s in enumerate(output_shapes)]
-        self._start.put(_Run(staging, inputs, outputs))
+        try:
+            inputs = [staging.input_array(i, s) for i, s in enumerate(input_shapes)]
+            outputs = [staging.output_array(i, s) for i, s in enumerate(output_shapes)]
+        except (MemoryError, ValueError) as error:  # a shape that no memory holds
+            self._start.put(_Run(staging, [], [], _run_error(error)))
+        else:
+            self._start.put(_Run(staging, inputs, outputs))
 
     def completions(self) -> list[Completion]:
         """What has ended since the last call, in order."""
@@ -172,14 +176,15 @@ class Slot:
         try:
             if self.dead is not None:
                 raise self.dead
+            if run.error is not None:
+                raise run.error
             outputs = self._context.execute(run.inputs, run.outputs)
         except EngineDeadError as dead:
             self.dead = error = dead
         except EngineError as failed:
             error = failed
         except Exception as bug:  # a back end must not take its slot with it
-            error = EngineRunError(f"{type(bug).__name__}: {bug}")
-            error.__cause__ = bug
+            error = _run_error(bug)
         ended_ns = time.monotonic_ns()
         return Completion(staging, outputs, error, started_ns, ended_ns)
 
@@ -188,3 +193,10 @@ class _Run(NamedTuple):
     staging: Staging
     inputs: list[Array]
     outputs: list[Array | None]
+    error: EngineRunError | None = None  # why it cannot even be tried
+
+
+def _run_error(cause: Exception) -> EngineRunError:
+    error = EngineRunError(f"{type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error

@@ -18,6 +18,7 @@ from batcher.rpc.transport import Address
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 64  # 5 by default: a few probes at once wait a second
 
 
 class _Handler(WSGIRequestHandler):

@@ -32,6 +32,7 @@ from batcher.serving.directory import ModelDirectory
 from batcher.serving.driver import Driver
 from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
+from batcher.serving.logs import JsonFormatter
 from batcher.serving.metrics import collect, exposition
 from batcher.serving.model import Budget, Model
 from batcher.serving.repository import ModelSource, find_models
@@ -98,7 +99,7 @@ class Server:
             await self._load()
             if not self._stop.is_set():
                 seconds = time.monotonic() - started
-                print(self._ready_line(seconds), file=sys.stderr, flush=True)
+                self._announce(self._ready_line(seconds))
             gc.collect()
             gc.freeze()  # what lives as long as the daemon need not be looked at again
             await self._stop.wait()
@@ -214,6 +215,14 @@ class Server:
         self._groups += seed_costs(loaded.warm_up, model.scheduler.group, loaded.rungs)
         self._directory.add(model)
         self._service.models_changed()
+
+    def _announce(self, line: str) -> None:
+        """Shows a line at every log level; as a record where all lines are JSON."""
+        if self._config.log_format == "json":
+            name, level = log.name, logging.INFO
+            record = log.makeRecord(name, level, __file__, 0, line, (), None)
+            line = JsonFormatter().format(record)
+        print(line, file=sys.stderr, flush=True)
 
     def _ready_line(self, seconds: float) -> str:
         addresses = [a for t in self._transports for a in t.addresses]

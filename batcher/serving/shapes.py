@@ -19,6 +19,9 @@ from batcher.errors import ConfigError, InvalidRequest
 from batcher.rpc.request import Shape
 from engines import TensorSpec
 
+MAX_OUTPUT_BYTES: Final = 2**31 - 1
+"""What a gRPC message can hold at most."""
+
 EXACT: Final = ()
 """The cuts of an output that is answered as it is."""
 
@@ -168,7 +171,8 @@ class ModelShapes:
         """The fit of a request with these input shapes (batch axis included).
 
         Raises:
-            InvalidRequest: an axis has a size that no bucket holds.
+            InvalidRequest: an axis has a size that no bucket holds, or an output
+                would be larger than a message can be.
         """
         first = 1 if self.batched else 0
         padded = [list(shape) for shape in shapes]
@@ -188,6 +192,8 @@ class ModelShapes:
             for index, (axis, ratio) in rule.outputs.items():
                 cuts[index].append((axis, cut_size(used, ratio)))
         in_tails = tuple(tuple(shape[first:]) for shape in padded)
+        out_tails = self._out_tails(padded)
+        self._check_answer(shapes[0][0] if self.batched else 1, out_tails)
         group = GroupFit(
             self.batched,
             in_tails,
@@ -195,7 +201,7 @@ class ModelShapes:
                 spec.itemsize * math.prod(tail)
                 for spec, tail in zip(self.inputs, in_tails, strict=True)
             ),
-            self._out_tails(padded),
+            out_tails,
         )
         return RequestFit(
             group,
@@ -230,6 +236,17 @@ class ModelShapes:
             complete = len(sizes) == len(tail) - first
             tails.append(tuple(sizes) if complete else None)
         return tuple(tails)
+
+    def _check_answer(self, rows: int, tails: tuple[Shape | None, ...]) -> None:
+        """Refuses what asks for more than a message can hold, before it is run."""
+        for spec, tail in zip(self.outputs, tails, strict=True):
+            if tail is not None:
+                size = rows * math.prod(tail) * spec.itemsize
+                if size > MAX_OUTPUT_BYTES:
+                    raise InvalidRequest(
+                        f"output {spec.name!r} would be of {size} bytes for inputs of "
+                        f"these shapes; a message holds {MAX_OUTPUT_BYTES}"
+                    )
 
     def _rule(self, name: str, config: AxisConfig) -> AxisRule:
         inputs = {spec.name: i for i, spec in enumerate(self.inputs)}

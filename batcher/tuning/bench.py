@@ -247,8 +247,9 @@ def _follow(
     progress: Callable[[Progress], None] | None,
 ) -> None:
     """Listen to the processes until all are done; tell `progress`."""
-    from_ns = start_ns + int(config.warmup_s * 1e9)
-    until_ns = from_ns + int(config.measure_s * 1e9)
+    warmup_ns, measure_ns = _lengths_ns(config)
+    from_ns = start_ns + warmup_ns
+    until_ns = from_ns + measure_ns
     warm = config.warmup_s == 0
     reported_ns = start_ns
     answered_before = 0
@@ -316,10 +317,7 @@ def _probed(config: BenchConfig) -> tuple[Body, ...]:
 def _plans(config: BenchConfig) -> list[WorkerPlan]:
     """The processes' shares of the run."""
     connections, processes = config.chosen()
-    measure_ns = int(config.measure_s * 1e9)
-    warmup_ns = int(config.warmup_s * 1e9)
-    if isinstance(config.arrivals, Trace):
-        measure_ns = min(measure_ns, config.arrivals.length_ns - warmup_ns + 1)
+    warmup_ns, measure_ns = _lengths_ns(config)
     return [
         WorkerPlan(
             index=index,
@@ -347,6 +345,15 @@ def _plans(config: BenchConfig) -> list[WorkerPlan]:
         )
         for index in range(processes)
     ]
+
+
+def _lengths_ns(config: BenchConfig) -> tuple[int, int]:
+    """The lengths of warm-up and window; a trace's end is the window's too."""
+    warmup_ns = int(config.warmup_s * 1e9)
+    measure_ns = int(config.measure_s * 1e9)
+    if isinstance(config.arrivals, Trace):
+        measure_ns = min(measure_ns, config.arrivals.length_ns - warmup_ns + 1)
+    return warmup_ns, measure_ns
 
 
 def _part(whole: int, index: int, parts: int) -> int:

@@ -59,9 +59,16 @@ class ModelUse:
 
 def models_of(bodies: tuple[Body, ...]) -> tuple[str, ...]:
     """The models that the bodies are for, in order of their first one."""
+    from google.protobuf.message import DecodeError
+
     from batcher.rpc.messages import ModelInferRequest
 
-    names = (ModelInferRequest.FromString(b.message).model_name for b in bodies)
+    names = []
+    for body in bodies:
+        try:
+            names.append(ModelInferRequest.FromString(body.message).model_name)
+        except DecodeError:
+            continue  # sent on purpose, to see what the server says
     return tuple(dict.fromkeys(names))
 
 

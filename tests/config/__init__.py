@@ -1,0 +1,1 @@
+"""Configuration: its documentation, its checks and their texts, its order."""

@@ -1,0 +1,1 @@
+"""End to end: the installed daemon in a process of its own, real clients."""

@@ -1,0 +1,89 @@
+"""Model repositories on disk, made of the tiny models of `models`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import onnx
+
+FAKE = """
+engine = "fake"
+max_batch = {max_batch}
+{top}
+[fake]
+base_ms = {base_ms}
+inputs = [{{ name = "x", shape = [4] }}]
+outputs = [{{ name = "y", shape = [4] }}]
+"""
+
+
+def write(root: Path, name: str, model: onnx.ModelProto, toml: str = "") -> Path:
+    """A model's folder, with one version and its file."""
+    models.save(model, root / name / "1" / "model.onnx")
+    if toml:
+        (root / name / "model.toml").write_text(toml)
+    return root / name
+
+
+def write_fake(
+    root: Path, name: str, base_ms: float, *, max_batch: int = 8, toml: str = ""
+) -> Path:
+    """A model that echoes x FP32 [N, 4] as y after a sleep: known times, no load."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    tables = FAKE.format(max_batch=max_batch, base_ms=base_ms, top="")
+    (folder / "model.toml").write_text(tables + toml)
+    return folder
+
+
+def window(max_batch: int, delay_ms: int = 2000, more: str = "") -> str:
+    """A model's file: batches of up to `max_batch` rows that wait to become full."""
+    return (
+        f'max_batch = {max_batch}\n[batching]\npolicy = "window"\n'
+        f"max_delay_us = {delay_ms * 1000}\n{more}\n"
+    )
+
+
+def axes(name: str, body: str) -> str:
+    """The table of an axis."""
+    return f"[axes.{name}]\n{body}\n"
+
+
+SEQ_AXES = axes("S", "buckets = [8, 16, 32]\npad = { ids = 0, mask = 0 }")
+CUT_AXES = axes(
+    "D", "buckets = [4, 8]\npad = { x = 7 }\noutputs = { y = { axis = 1 } }"
+)
+
+
+def write_zoo(root: Path) -> Path:
+    """The repository of the daemon that most tests share."""
+    for name, build in models.BUILDERS.items():
+        write(root, name, build())
+    write(root, "probe_fixed", models.probe(1))
+    # Pairs, eights and so on leave at once when complete, and wait for it otherwise.
+    write(root, "probe2", models.probe(), window(2))
+    write(root, "probe4", models.probe(), window(4, 200))
+    write(root, "probe8", models.probe(), window(8))
+    write(root, "probe128", models.probe(), window(128, 500))
+    whole = window(8, more="max_request_rows = 8")
+    write(root, "probe_whole", models.probe(), whole)
+    rungs = 'batching.policy = "window"\nbatching.max_delay_us = 20000\n'
+    write(root, "probe_rungs", models.probe(), rungs + "batching.rungs = [1, 4, 8]\n")
+    race = "slots.count = 2\n" + window(4, 1)
+    write(root, "probe_race", models.probe(), race)
+    write(root, "emb8", models.emb(), window(8))
+    write(root, "emb64", models.emb(), window(64))
+    write(root, "seq2", models.seq(), window(2))
+    write(root, "seq_pair", models.seq(), window(2) + SEQ_AXES)
+    write(root, "seq_padded", models.seq(), window(16, 5) + SEQ_AXES)
+    write(root, "seq_cut", models.seq(), SEQ_AXES + 'too_long = "truncate"')
+    write(root, "seq_sizes", models.seq(), axes("S", "sizes = [4, 8]"))
+    write(root, "id_cut", models.identity("fp32"), CUT_AXES)
+    write(root, "id_pair", models.identity("fp32"), window(2) + CUT_AXES)
+    write(root, "string2", models.identity("string"), window(2))
+    write(root, "mixrow_alone", models.mixrow(), 'batch_axis = "none"')
+    write(root, "nz_transposed", models.nz(transposed=True))
+    write(root, "baked_n", models.baked("N"))
+    write_fake(root, "nap", 100)
+    return root

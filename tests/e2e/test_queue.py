@@ -1,0 +1,214 @@
+"""The queue's bounds: how long a request may wait, and how many may."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from .client import Call, Client, assert_refused, ones, request, trailing
+from .daemon import Daemon, eventually
+from .repository import write_fake
+
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
+OK = grpc.StatusCode.OK
+
+BUSY_S = 0.4  # a run; with the batch behind it a model is busy for twice that
+SLACK_S = 0.12  # of a test machine that does other things
+
+
+@pytest.fixture(scope="module")
+def queues(
+    transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Daemon]:
+    """Models that are busy for a while, with queues of every kind."""
+    root = tmp_path_factory.mktemp("queue")
+    for name, knobs in (
+        ("limited", "timeout_ms = 250"),
+        ("fixed", "timeout_ms = 250\nallow_timeout_override = false"),
+        ("unlimited", ""),
+    ):
+        write_fake(root, name, BUSY_S * 1000, max_batch=1, toml=f"[batching]\n{knobs}")
+    small = "[batching]\nmax_queue = 2"
+    write_fake(root, "small", 250, max_batch=1, toml=small)
+    with Daemon(root, "--transport", transport, cwd=root) as running:
+        yield running
+
+
+@pytest.fixture
+def caller(queues: Daemon) -> Iterator[Client]:
+    """A client of that daemon; afterwards nothing waits."""
+    with Client(queues.grpc) as connected:
+        yield connected
+    eventually(lambda: queues.in_flight_bytes() == 0)
+    queues.check_stderr()
+
+
+def busy(caller: Client, model: str) -> list[Call]:
+    """Makes a model busy: one runs, one lies ready behind it, the next must wait."""
+    calls = [caller.start(model, x=ones()) for _ in range(2)]
+    caller.stub.ServerLive(pb.ServerLiveRequest())  # they have arrived
+    return calls
+
+
+def ends(call: Call) -> tuple[grpc.StatusCode, float]:
+    """How a call ends, and how long from now it takes."""
+    started = time.monotonic()
+    return call.code(), time.monotonic() - started
+
+
+# -- how long (B026) --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "limit_s", "code", "wait_s", "text"),
+    [
+        ("limited", {}, None, UNAVAILABLE, 0.25, "timeout expired"),
+        ("limited", {"timeout": 0}, None, UNAVAILABLE, 0.25, "timeout expired"),
+        ("limited", {"timeout": 100_000}, None, UNAVAILABLE, 0.1, "timeout expired"),
+        ("limited", {"timeout": 2**63 - 1}, None, UNAVAILABLE, 0.25, "timeout expired"),
+        ("limited", {}, 0.1, DEADLINE, 0.1, ""),
+        ("fixed", {"timeout": 100_000}, None, UNAVAILABLE, 0.25, "timeout expired"),
+        ("unlimited", {"timeout": 100_000}, None, UNAVAILABLE, 0.1, "timeout expired"),
+        ("unlimited", {"timeout": 900_000}, 0.1, DEADLINE, 0.1, ""),
+    ],
+)
+def test_how_long_a_request_waits(
+    caller: Client,
+    model: str,
+    parameters: dict[str, Any],
+    limit_s: float | None,
+    code: grpc.StatusCode,
+    wait_s: float,
+    text: str,
+) -> None:
+    """The three clocks: the model's timeout, the request's, the caller's deadline."""
+    before = caller.books(model)
+    running = busy(caller, model)
+    call = caller.start(model, x=ones(), parameters=parameters, timeout=limit_s)
+    ended, took_s = ends(call)
+
+    assert ended == code
+    assert text in call.details()
+    assert wait_s - 0.01 <= took_s < wait_s + SLACK_S
+    assert [c.code() for c in running] == [OK, OK]
+    books = caller.books(model) - before
+    assert (books.requests, books.failures, books.runs) == (2, 1, 2)
+
+
+def test_no_limit_at_all(caller: Client) -> None:
+    """Without a timeout a request waits for as long as it takes."""
+    running = busy(caller, "unlimited")
+    call = caller.start("unlimited", x=ones(1, 5), timeout=None)
+
+    assert [c.code() for c in running] == [OK, OK]
+    assert np.frombuffer(call.result().raw_output_contents[0], "f4")[0] == 5
+
+
+def test_timed_out_requests_have_no_retry_hint(caller: Client) -> None:
+    """A queue timeout is told from a full queue by its text; both are UNAVAILABLE."""
+    running = busy(caller, "unlimited")
+    call = caller.start("unlimited", x=ones(), parameters={"timeout": 1000})
+
+    assert call.code() == UNAVAILABLE
+    assert "ms in the queue" in call.details()
+    assert "retry-after" not in trailing(call)
+    assert [c.code() for c in running] == [OK, OK]
+
+
+def test_passed_deadlines_do_not_run(caller: Client, queues: Daemon) -> None:
+    """What was given up while it waited is never run."""
+    before = caller.books("unlimited")
+    running = busy(caller, "unlimited")
+    calls = [caller.start("unlimited", x=ones(), timeout=0.1) for _ in range(50)]
+    codes = {c.code() for c in calls}
+    eventually(lambda: queues.waiting("unlimited") == 0, 0.3)
+
+    assert codes == {DEADLINE}
+    assert [c.code() for c in running] == [OK, OK]
+    books = caller.books("unlimited") - before
+    assert (books.requests, books.failures, books.runs) == (2, 50, 2)
+
+
+def test_a_deadline_that_is_over_at_arrival(caller: Client) -> None:
+    """A call with next to no time left ends by its deadline, and hurts nobody."""
+    calls = [caller.start("unlimited", x=ones(), timeout=1e-4) for _ in range(20)]
+
+    assert {c.code() for c in calls} == {DEADLINE}
+    assert caller.infer("unlimited", x=ones())["y"].tolist() == ones().tolist()
+
+
+def test_many_timed_out_requests_leave_nothing(caller: Client, queues: Daemon) -> None:
+    """Hundreds of timed-out requests leave nothing behind (B075)."""
+    before = caller.books("unlimited")
+    running = busy(caller, "unlimited")
+    message = request("unlimited", x=ones(), parameters={"timeout": 1000})
+    payload = message.SerializeToString()
+    calls = [caller.raw.future(payload, timeout=10) for _ in range(500)]
+    codes = Counter(c.code() for c in calls)
+    books = caller.books("unlimited") - before
+
+    assert codes[UNAVAILABLE] + codes[OK] == 500
+    assert codes[UNAVAILABLE] > 400  # the last ones may find the slot free
+    assert books.failures == codes[UNAVAILABLE]
+    assert queues.waiting("unlimited") == 0
+    assert [c.code() for c in running] == [OK, OK]
+
+
+# -- how many ---------------------------------------------------------------------
+
+
+def test_queue_full(caller: Client, queues: Daemon) -> None:
+    """One more than may wait is refused at once, with when to try again."""
+    running = busy(caller, "small")
+    waiting = [caller.start("small", x=ones(1, i)) for i in range(2)]
+    eventually(lambda: queues.waiting("small") == 2)
+    for _ in range(5):
+        error = assert_refused(
+            lambda: caller.infer("small", x=ones()),
+            UNAVAILABLE,
+            "queue is full",
+            "2 requests",
+        )
+        assert trailing(error)["retry-after"] == "1"
+    still_running = not running[1].done()
+
+    assert still_running  # nobody waited for the slot to be refused
+    assert [c.code() for c in running + waiting] == [OK] * 4
+
+
+def test_refusals_are_counted(caller: Client, queues: Daemon) -> None:
+    """A request that the queue refuses is a failure in the books and the metrics."""
+    failures = "nv_inference_request_failure"
+    before = caller.books("small")
+    rejected = queues.metric(failures, model="small", reason="REJECTED")
+    calls = [caller.start("small", x=ones()) for _ in range(12)]
+    refused = Counter(c.code() for c in calls)[UNAVAILABLE]
+    books = caller.books("small") - before
+
+    assert refused >= 8
+    assert (books.requests, books.failures) == (12 - refused, refused)
+    grown = queues.metric(failures, model="small", reason="REJECTED") - rejected
+    assert grown == refused
+
+
+def test_every_wave_has_the_same_limit(caller: Client) -> None:
+    """After a wave with refusals the next one is served and refused alike (B029)."""
+    for _ in range(3):
+        before = caller.books("small")
+        calls = [caller.start("small", x=ones(1, i)) for i in range(16)]
+        codes = Counter(c.code() for c in calls)
+        books = caller.books("small") - before
+
+        # Two wait; one runs and one lies ready behind it, unless all came at once.
+        assert codes[OK] + codes[UNAVAILABLE] == 16
+        assert 2 <= codes[OK] <= 4
+        assert (books.requests, books.runs) == (codes[OK], codes[OK])
+

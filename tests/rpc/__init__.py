@@ -1,0 +1,1 @@
+"""The wire: validation, codec, header cache, status table, addresses, sockets."""

@@ -1,0 +1,1 @@
+"""The pure core against literal times: no clock, no threads, no engine."""

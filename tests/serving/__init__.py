@@ -1,0 +1,1 @@
+"""The daemon's parts: shapes, gather and answer, loading, repository, books, logs."""

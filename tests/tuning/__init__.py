@@ -1,0 +1,1 @@
+"""The load generator: its wire, its load, and whole runs against real servers."""
