@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,6 +216,8 @@ def serve(
         batching=batching or None,
         slots=None if slots is None else {"count": slots},
     )
+    # What gRPC's core would print on stderr is said by our own errors, in one line.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from batcher.config import ServerConfig, from_mapping
     from batcher.serving import logs
     from batcher.serving.server import serve as run

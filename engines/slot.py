@@ -145,9 +145,13 @@ class Slot:
             inputs = [staging.input_array(i, s) for i, s in enumerate(input_shapes)]
             outputs = [staging.output_array(i, s) for i, s in enumerate(output_shapes)]
         except (MemoryError, ValueError) as error:  # a shape that no memory holds
-            self._start.put(_Run(staging, [], [], _run_error(error)))
+            self.fail(staging, error)
         else:
             self._start.put(_Run(staging, inputs, outputs))
+
+    def fail(self, staging: Staging, cause: Exception) -> None:
+        """Lets the run of `staging` fail in its turn: its inputs cannot be filled."""
+        self._start.put(_Run(staging, [], [], _run_error(cause)))
 
     def completions(self) -> list[Completion]:
         """What has ended since the last call, in order."""

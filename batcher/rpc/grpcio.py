@@ -11,6 +11,7 @@ below is all of it, and the suite runs every method over it.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -20,17 +21,25 @@ from typing import Any, Final
 import grpc._cython.cygrpc as _core
 
 from batcher.errors import ConfigError
-from batcher.rpc.sockets import SocketGuard
+from batcher.rpc.sockets import SocketGuard, why_not
 from batcher.rpc.streams import Stream, StreamFactory
 from batcher.rpc.transport import Address, Handler, Trailing
 
 _MAX_PENDING: Final = 65_536
+_ASKED_FOR: Final = 64
+"""Calls that are asked for ahead; those beyond wait in gRPC, and are cancelled there
+when the server shuts down."""
 _NO_FLAGS: Final = 0
 _REQUEST: Final = "request"  # the tag of a call that is to come
 _SHUTDOWN: Final = "shutdown"
 
 _INVALID_ARGUMENT: Final = 3
 _UNIMPLEMENTED: Final = 12
+_UNAVAILABLE: Final = 14
+
+_GRACE_S: Final = 1.0
+"""How long `stop` waits for callers to take their answers (seconds)."""
+_STEP_S: Final = 0.005
 
 
 class GrpcioTransport:
@@ -70,6 +79,7 @@ class GrpcioTransport:
         self._thread: threading.Thread | None = None
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: set[_UnaryCall | _StreamCall] = set()
+        self._over = False  # the queue is shut down
 
     @property
     def in_flight(self) -> int:
@@ -123,12 +133,18 @@ class GrpcioTransport:
             inbox.popleft()()
 
     async def stop(self) -> None:
-        if self._server is not None:
-            # Everything accepted is answered by now; what is left are idle streams.
+        if self._server is not None and self._thread is not None:
+            # Accepts nothing more; the tag comes back when all calls have ended.
             self._server.shutdown(self._queue, _SHUTDOWN)
-            self._server.cancel_all_calls()
-            assert self._thread is not None
-            self._thread.join()
+            # What was accepted is answered by now; what is left are idle streams.
+            for call in list(self._calls):
+                call.end(_UNAVAILABLE, "the server is shutting down")
+            patience = _GRACE_S / _STEP_S
+            while self._thread.is_alive():
+                patience -= 1
+                if patience == 0:  # callers that do not take their answers
+                    self._server.cancel_all_calls()
+                await asyncio.sleep(_STEP_S)
         self._close_guards()
 
     def _bind(self, server: Any, address: Address) -> Address:
@@ -141,7 +157,7 @@ class GrpcioTransport:
         else:
             port = server.add_http2_port(target)
         if not port:
-            raise ConfigError(f"cannot listen on {address}: is it in use?")
+            raise ConfigError(f"cannot listen on {address}: {why_not(address)}")
         return address if address.path else Address(host=address.host, port=port)
 
     def _close_guards(self) -> None:
@@ -153,7 +169,8 @@ class GrpcioTransport:
 
     def _poll(self) -> None:
         queue = self._queue
-        self._server.request_call(queue, queue, _REQUEST)
+        for _ in range(_ASKED_FOR):
+            self._server.request_call(queue, queue, _REQUEST)
         while True:
             event = queue.poll()
             tag = event.tag
@@ -162,7 +179,7 @@ class GrpcioTransport:
                     self._server.request_call(queue, queue, _REQUEST)
                     self._accept(event)
             elif tag is _SHUTDOWN:
-                queue.shutdown()
+                self.post(self._shut_down)
             elif event.completion_type == _core.CompletionType.queue_shutdown:
                 return
             else:
@@ -184,6 +201,17 @@ class GrpcioTransport:
         close = (_core.ReceiveCloseOnServerOperation(_NO_FLAGS),)
         event.call.start_server_batch(close, call.closed)
         event.call.start_server_batch(_receive(), call.received)
+
+    def _shut_down(self) -> None:
+        # On the loop's thread, like all writes: a write to a queue that is shut down
+        # would abort the process.
+        self._over = True
+        self._queue.shutdown()
+
+    def start_batch(self, call: Any, operations: Any, tag: Callable[..., None]) -> None:
+        """Starts operations on a call; without effect once everything is over."""
+        if not self._over:
+            call.start_server_batch(operations, tag)
 
     def post(self, action: Callable[[], None]) -> None:
         """Runs `action` on the event loop's thread."""
@@ -256,13 +284,18 @@ class _UnaryCall:
         if not self.in_flight:
             return
         self._leave()
+        self._token = None  # it knows this call: a cycle would keep both for long
         operations = [
             _core.SendInitialMetadataOperation(None, _NO_FLAGS),
             _status(code, text, trailing),
         ]
         if payload is not None:
             operations.append(_core.SendMessageOperation(payload, _NO_FLAGS))
-        self._call.start_server_batch(operations, _sent)
+        self._transport.start_batch(self._call, operations, _sent)
+
+    def end(self, code: int, text: str) -> None:
+        """Refuses the call, if it is not answered yet."""
+        self.finish(None, code, text, ())
 
     def _arrived(self, payload: bytes) -> None:
         if self._cancelled:
@@ -284,8 +317,9 @@ class _UnaryCall:
         self._cancelled = True
         if self.in_flight:
             self._leave()
-            if self._token is not None:
-                self._transport._handler.on_cancel(self._token)
+            token, self._token = self._token, None
+            if token is not None:
+                self._transport._handler.on_cancel(token)
 
     def _leave(self) -> None:
         self.in_flight = 0
@@ -374,7 +408,7 @@ class _StreamCall:
         if self._reading or self._over or self._end or stream is None or stream.busy:
             return
         self._reading = True
-        self._call.start_server_batch(_receive(), self.received)
+        self._transport.start_batch(self._call, _receive(), self.received)
 
     def _pump(self) -> None:
         """Starts the next write, if none is under way."""
@@ -390,7 +424,7 @@ class _StreamCall:
             operations.append(_status(*self._end))
             self._leave()
         self._writing = True
-        self._call.start_server_batch(operations, self._written)
+        self._transport.start_batch(self._call, operations, self._written)
 
     def _written(self, event: Any) -> None:
         self._transport.post(self._sent)

@@ -112,7 +112,9 @@ class NativeTransport:
 
     def fail(self, call: int, code: int, text: str, trailing: Trailing = ()) -> None:
         self._pending.pop(call, None)
-        self._front.fail(call, code, text, trailing or None)  # type: ignore[union-attr]
+        # The front keeps the names that begin with grpc- to itself.
+        own = [pair for pair in trailing if not pair[0].startswith("grpc-")]
+        self._front.fail(call, code, text, own or None)  # type: ignore[union-attr]
 
     def drain_inbox(self) -> None:
         inbox = self._inbox

@@ -107,6 +107,8 @@ def validate(
             _elements(s, d, shape) if s.datatype == "BYTES" else None
             for s, d, shape in zip(model.inputs, data, shapes, strict=True)
         ]
+        if model.utf8_strings:
+            _check_utf8(model, objects)
     return ParsedRequest(rows, shapes, outputs, parameters, data, objects, raw_order)
 
 
@@ -345,6 +347,18 @@ def _elements(signature: TensorSignature, data: bytes, shape: Shape) -> Any:
     array = np.empty(expected, dtype=object)
     array[:] = items
     return array.reshape(shape)
+
+
+def _check_utf8(model: ModelSignature, objects: list[Any]) -> None:
+    for signature, array in zip(model.inputs, objects, strict=True):
+        for index, item in enumerate(() if array is None else array.reshape(-1)):
+            try:
+                item.decode()
+            except UnicodeDecodeError as error:
+                raise InvalidRequest(
+                    f"input {_quoted(signature.name)}: element {index} is no UTF-8, "
+                    f"which model {_quoted(model.name)}'s engine needs: {error}"
+                ) from None
 
 
 # -- parameters -------------------------------------------------------------------

@@ -49,6 +49,7 @@ class ModelSignature:
         batched: whether axis 0 of every tensor is the batch.
         max_batch: rows of the largest batch (1 when not batched).
         max_rows: the most rows of one request; more than `max_batch` are split.
+        utf8_strings: whether BYTES elements must be UTF-8 (the engine takes no others).
     """
 
     name: str
@@ -59,6 +60,7 @@ class ModelSignature:
     batched: bool
     max_batch: int
     max_rows: int
+    utf8_strings: bool = False
     input_index: dict[str, int] = field(init=False, repr=False, compare=False)
     output_index: dict[str, int] = field(init=False, repr=False, compare=False)
 

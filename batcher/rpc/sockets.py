@@ -15,6 +15,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from batcher.errors import ConfigError
+from batcher.rpc.transport import Address
+
+
+def why_not(address: Address) -> str:
+    """Why an address cannot be bound, for servers that do not say it."""
+    kind = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        if address.path is not None:
+            return "the Unix socket cannot be made"
+        with socket.socket(kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address.host, address.port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return "unknown reason"
 
 
 class SocketGuard:

@@ -145,11 +145,21 @@ def encode(
 
 
 def joined(request: InferRequest) -> list[tuple[Any, Shape]]:
-    """The outputs of a split request, put together from its parts."""
+    """The outputs of a split request, put together from its parts.
+
+    Raises:
+        EngineFailure: the parts' outputs differ in shape.
+    """
     parts: list[InferRequest] = request.parts or []  # type: ignore[assignment]
     result: list[tuple[Any, Shape]] = []
     for position in range(len(request.plan.outputs)):
         pieces = [(part.chunks or [])[position] for part in parts]
         tail = pieces[0][1][1:]
+        if any(shape[1:] != tail for _, shape in pieces):
+            name = request.plan.signature.outputs[request.plan.outputs[position]].name
+            raise EngineFailure(
+                f"output {name!r} has rows of different shapes, and the request was "
+                f"run in {len(parts)} parts: they are no tensor together"
+            )
         result.append((b"".join(data for data, _ in pieces), (request.rows, *tail)))
     return result

@@ -12,7 +12,7 @@ from batcher.config import ModelConfig, load_model_config
 from batcher.errors import ConfigError
 from batcher.rpc.signature import ModelSignature, TensorSignature
 from batcher.scheduling import POLICIES, Group
-from batcher.serving.repository import ModelSource
+from batcher.serving.repository import ModelSource, check_name
 from batcher.serving.shapes import ModelShapes
 from batcher.serving.warmup import WarmUp, warm_up
 from engines import Engine, EngineLoadError, FakeEngine, FakeOptions, TensorSpec
@@ -48,6 +48,7 @@ def load(source: ModelSource, overrides: Mapping[str, Any]) -> LoadedModel:
         ConfigError: its configuration is wrong, or does not fit the model.
         EngineLoadError: the engine cannot load it.
     """
+    check_name(source)
     config = load_model_config(source.config, overrides)
     where = str(source.config or source.path)
     if config.batching.policy not in POLICIES:
@@ -109,6 +110,7 @@ def _prepared(
         max_rows=(config.batching.max_request_rows or largest * _ROWS_PER_BATCH)
         if batched
         else 1,
+        utf8_strings=engine.backend == "onnxruntime",
     )
     return LoadedModel(signature, config, engine, shapes, rungs, warmed)
 

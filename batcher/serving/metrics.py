@@ -19,7 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from batcher.serving.model import Budget, Model
+from batcher.serving.budget import Budget
+from batcher.serving.model import Model
 from batcher.serving.statistics import LATENCY_BOUNDS_NS, Histogram, ModelStatistics
 
 _LABELS = ("model", "version")

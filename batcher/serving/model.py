@@ -13,7 +13,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from batcher.config import ModelConfig
-from batcher.errors import BatcherError, EngineFailure, ModelNotReady, QueueFull
+from batcher.errors import (
+    BatcherError,
+    EngineFailure,
+    ModelNotReady,
+    PayloadTooLarge,
+    QueueFull,
+)
 from batcher.rpc import messages, response
 from batcher.rpc.header import InferPlan
 from batcher.rpc.request import ParsedRequest
@@ -22,6 +28,7 @@ from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Reply
 from batcher.scheduling import NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
 from batcher.serving.answer import BatchOutputs, Layout, encode, joined
+from batcher.serving.budget import Budget
 from batcher.serving.describe import config_message
 from batcher.serving.gather import gather
 from batcher.serving.request import InferRequest
@@ -31,16 +38,6 @@ from engines import Completion, Engine, EngineDeadError, Slot
 
 if TYPE_CHECKING:
     from batcher.scheduling import Batch
-
-
-class Budget:
-    """Bytes of requests in the daemon, and their limit."""
-
-    __slots__ = ("limit", "used")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
 
 
 class Model:
@@ -54,6 +51,7 @@ class Model:
         rungs: batch sizes worth running.
         budget: the daemon's, shared by all models.
         status: the table of codes.
+        max_answer_bytes: larger answers are refused.
         touch: asks the driver, from any thread, to call `turn` soon.
         touch_here: the same for a request that a transport is handing over.
     """
@@ -67,6 +65,7 @@ class Model:
         rungs: tuple[int, ...],
         budget: Budget,
         status: StatusTable,
+        max_answer_bytes: int,
         touch: Callable[[Model], None],
         touch_here: Callable[[Model], None],
     ) -> None:
@@ -81,6 +80,7 @@ class Model:
         self.dead: BaseException | None = None
         self._budget = budget
         self._status = status
+        self._max_answer_bytes = max_answer_bytes
         self._touch = touch
         self._touch_here = touch_here
         self._head = response.head(signature)
@@ -145,6 +145,7 @@ class Model:
         budget = self._budget
         size = len(payload)
         if budget.used + size > budget.limit:
+            self.statistics.fail("REJECTED", 0)
             raise QueueFull(
                 f"{budget.used} bytes of requests are in flight and the limit is "
                 f"{budget.limit}; try again later"
@@ -160,7 +161,11 @@ class Model:
             NEVER if deadline_ns is None else deadline_ns,
             now_ns + plan.timeout_ns if plan.timeout_ns else NEVER,
         )
-        self.scheduler.submit(request, now_ns)
+        try:
+            self.scheduler.submit(request, now_ns)
+        except QueueFull:
+            self.statistics.fail("REJECTED", 0)
+            raise
         budget.used += size
         if not self.touched:
             self._touch_here(self)
@@ -196,12 +201,19 @@ class Model:
         slot = self._slots[index]
         staging = slot.acquire()
         begin_ns = time.monotonic_ns()
-        gather(batch, staging, self.shapes)
+        fault: Exception | None = None
+        try:
+            gather(batch, staging, self.shapes)
+        except Exception as error:  # out of memory; or a fault of ours in one request
+            fault = error
         fit = batch.requests[0].plan.fit.group  # type: ignore[attr-defined]
         gathered_ns = time.monotonic_ns() - begin_ns
         self._running[index].append((batch, begin_ns, gathered_ns))
         rung = batch.rung
-        slot.start(staging, fit.input_shapes(rung), fit.output_shapes(rung))
+        if fault is not None:
+            slot.fail(staging, fault)
+        else:
+            slot.start(staging, fit.input_shapes(rung), fit.output_shapes(rung))
 
     def _completed(
         self, index: int, slot: Slot, completion: Completion, now_ns: int
@@ -227,11 +239,13 @@ class Model:
         self.scheduler.complete(
             index, now_ns, run_ns=run_ns, error=error, retry=not dead
         )
-        self._poll(now_ns)  # the slot's next batch comes first, then these answers
-        if outputs is not None:
-            started_ns = max(completion.started_ns, begin_ns)
-            self._answer(batch, outputs, started_ns, run_ns, gathered_ns)
-        slot.release(completion.staging)
+        try:
+            self._poll(now_ns)  # the slot's next batch first, then these answers
+        finally:
+            if outputs is not None:
+                started_ns = max(completion.started_ns, begin_ns)
+                self._answer(batch, outputs, started_ns, run_ns, gathered_ns)
+            slot.release(completion.staging)
 
     def _answer(
         self,
@@ -257,11 +271,14 @@ class Model:
                     plan = request.plan
                     layout = outputs.layout(plan)
                 answer = outputs.answer(head, request, row, layout)
-                reply.respond(request.call, answer)
-                request.reply = None
-                freed += len(request.payload)
-                arrivals.append(request.arrival_ns)
-                rows += request.rows
+                if len(answer) <= self._max_answer_bytes:
+                    reply.respond(request.call, answer)
+                    request.reply = None
+                    freed += len(request.payload)
+                    arrivals.append(request.arrival_ns)
+                    rows += request.rows
+                else:
+                    self._fail(request, self._too_large(len(answer)))
             row += request.rows
         self._budget.used -= freed
         end_ns = time.monotonic_ns()
@@ -288,7 +305,16 @@ class Model:
         parts: list[InferRequest] = whole.parts  # type: ignore[assignment]
         if any(p.chunks is None for p in parts):
             return
-        whole.reply.respond(whole.call, encode(self._head, whole, joined(whole)))
+        try:
+            answer = encode(self._head, whole, joined(whole))
+            if len(answer) > self._max_answer_bytes:
+                raise self._too_large(len(answer))
+        except BatcherError as error:
+            self._fail(whole, error)
+            return
+        finally:
+            whole.parts = None  # parts hold their parent: no cycle must keep the rows
+        whole.reply.respond(whole.call, answer)
         self._forget(whole)
         now_ns = time.monotonic_ns()
         self.statistics.answered(
@@ -304,6 +330,11 @@ class Model:
         reason = "BACKEND" if isinstance(error, EngineFailure) else "REJECTED"
         self.statistics.fail(reason, time.monotonic_ns() - request.arrival_ns)
         reply.fail(call, *self._status.status(error))
+
+    def _too_large(self, size: int) -> PayloadTooLarge:
+        return PayloadTooLarge(
+            f"the answer has {size} bytes; the limit is {self._max_answer_bytes}"
+        )
 
     def _forget(self, request: InferRequest) -> None:
         request.reply = None
@@ -342,11 +373,8 @@ class Model:
         self.dead = bug
         self._refusal = ModelNotReady(f"model {name!r} has failed (see the log)")
         failure = EngineFailure(f"model {name!r}: internal error (see the log)")
-        requests = self.scheduler.abandon()
-        for running in self._running:
-            requests += [r for batch, _, _ in running for r in batch.requests]
-        for request in requests:
-            self._fail(request.parent or request, failure)  # type: ignore[arg-type]
+        for request in self.scheduler.abandon():
+            self._fail(request, failure)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Ends the slots and closes the engine; call it when idle."""

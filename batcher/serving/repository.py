@@ -47,7 +47,7 @@ def find_models(paths: Iterable[Path]) -> list[ModelSource]:
         if path.is_file():
             if path.suffix != ".onnx":
                 raise ConfigError(f"{path}: not an .onnx file, nor a folder of models")
-            found.append(ModelSource(_name(path.stem, path), "1", path, None))
+            found.append(ModelSource(path.stem, "1", path, None))
         elif path.is_dir():
             found.extend(_folder(path))
         else:
@@ -90,9 +90,9 @@ def _model(folder: Path) -> ModelSource | None:
     name = os.path.basename(os.path.abspath(folder))  # of a link its own, for "." too
     if versions:
         number, file = versions[-1]
-        return ModelSource(_name(name, folder), str(number), file, known)
+        return ModelSource(name, str(number), file, known)
     if known is not None:
-        return ModelSource(_name(name, folder), "1", None, known)
+        return ModelSource(name, "1", None, known)
     return None
 
 
@@ -101,7 +101,13 @@ def is_version(text: str) -> bool:
     return text.isascii() and text.isdecimal() and text[0] != "0" and len(text) < 19
 
 
-def _name(name: str, path: Path) -> str:
+def check_name(source: ModelSource) -> None:
+    """Sees to it that a model can be addressed by its name everywhere.
+
+    Raises:
+        ConfigError: it cannot, and why.
+    """
+    name, path = source.name, source.path or source.config
     if not name.isprintable() or any(c in "/\\\"'" for c in name):
         raise ConfigError(
             f"{path}: {name!r} cannot be a model's name (no quotes, slashes or "
@@ -109,4 +115,3 @@ def _name(name: str, path: Path) -> str:
         )
     if len(name) > MAX_NAME:
         raise ConfigError(f"{path}: a model's name has at most {MAX_NAME} characters")
-    return name

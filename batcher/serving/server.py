@@ -27,6 +27,7 @@ from batcher.rpc.service import Service
 from batcher.rpc.status import StatusTable
 from batcher.rpc.streams import HealthWatchers, make_streams
 from batcher.rpc.transport import Address, Transport
+from batcher.serving.budget import Budget
 from batcher.serving.describe import ladder
 from batcher.serving.directory import ModelDirectory
 from batcher.serving.driver import Driver
@@ -34,7 +35,7 @@ from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
 from batcher.serving.logs import JsonFormatter
 from batcher.serving.metrics import collect, exposition
-from batcher.serving.model import Budget, Model
+from batcher.serving.model import Model
 from batcher.serving.repository import ModelSource, find_models
 from engines import EngineError
 
@@ -209,6 +210,7 @@ class Server:
             loaded.rungs,
             self._budget,
             self._status,
+            self._config.max_message_mb << 20,
             self._driver.touch,
             self._driver.touch_here,
         )
@@ -253,7 +255,9 @@ class Server:
         while self._in_flight() or not all(m.idle for m in self._directory.all()):
             if time.monotonic() > deadline:
                 log.error("drain timed out: %d requests lost", self._in_flight())
-                return 1
+                # A run under way cannot be ended, and would outlive the interpreter.
+                logging.shutdown()
+                os._exit(1)
             await asyncio.sleep(0.005)
         log.info("drained")
         return 0

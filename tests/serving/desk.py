@@ -13,7 +13,8 @@ from batcher.rpc.request import parse, validate
 from batcher.rpc.signature import ModelSignature
 from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Trailing
-from batcher.serving.model import Budget, Model
+from batcher.serving.budget import Budget
+from batcher.serving.model import Model
 from batcher.serving.shapes import ModelShapes
 from engines import Engine, FakeEngine, FakeOptions, TensorSpec
 
@@ -65,6 +66,7 @@ def made_model(
         tuple(rungs),
         budget or Budget(1 << 30),
         StatusTable(),
+        1 << 30,
         touch,
         touch_here,
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from batcher.errors import ModelNotReady, QueueFull, ShuttingDown
-from batcher.serving.model import Budget
+from batcher.serving.budget import Budget
 from engines import (
     Engine,
     EngineDeadError,
@@ -292,7 +292,6 @@ def test_the_byte_budget_refuses(make: MakeDesk) -> None:
     desk.settle()
 
 
-@pytest.mark.xfail(strict=True, reason="refusals of `submit` are not counted")
 def test_refusals_are_counted(make: MakeDesk) -> None:
     """A request that finds the queue full is a failure for the books (B104)."""
     desk = make(max_queue=1)

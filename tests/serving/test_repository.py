@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batcher.errors import ConfigError
-from batcher.serving.repository import ModelSource, find_models, is_version
+from batcher.serving.repository import ModelSource, check_name, find_models, is_version
 
 
 def file(path: Path) -> Path:
@@ -21,7 +21,8 @@ def file(path: Path) -> Path:
 def refusal(*paths: Path) -> str:
     """The text with which paths are refused."""
     with pytest.raises(ConfigError) as caught:
-        find_models(paths)
+        for source in find_models(paths):
+            check_name(source)
     return str(caught.value)
 
 

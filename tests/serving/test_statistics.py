@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from batcher.rpc import messages
+from batcher.serving.budget import Budget
 from batcher.serving.metrics import collect, exposition
-from batcher.serving.model import Budget, Model
+from batcher.serving.model import Model
 from batcher.serving.statistics import (
     FAILURES,
     LATENCY_BOUNDS_NS,
