@@ -56,6 +56,7 @@ def load_model_config(
             raise ConfigError(f"{source}: {error}") from error
     if overrides:
         values = merged(values, overrides)
+        source = f"{source} with the options given" if path is not None else source
     return from_mapping(ModelConfig, values, source)
 
 

@@ -173,7 +173,10 @@ class HeaderCache:
     """Plans by header bytes; not thread-safe, and meant for the event loop only."""
 
     def __init__(self) -> None:
-        self._plans: dict[bytes, tuple[InferPlan, tuple[tuple[int, bytes], ...]]] = {}
+        # With each plan the checks of its header, and the length from its base on.
+        self._plans: dict[
+            bytes, tuple[InferPlan, tuple[tuple[int, bytes], ...], int]
+        ] = {}
         # The length of the message behind the id says where its contents begin.
         self._lengths: dict[int, tuple[int, ...]] = {}
 
@@ -204,7 +207,9 @@ class HeaderCache:
             found = self._plans.get(key)
             if found is None:
                 continue
-            plan, checks = found
+            plan, checks, length = found
+            if len(payload) - base != length:
+                continue  # cut off, or longer: the candidate is of another header
             for offset, tag in checks:
                 at = base + offset
                 if payload[at : at + len(tag)] != tag:
@@ -229,7 +234,7 @@ class HeaderCache:
         if head not in heads:
             self._lengths[length] = (head, *heads[: _MAX_CANDIDATES - 1])
         key = payload[: header.id_start] + payload[header.id_end : header.base]
-        self._plans[key] = (plan, header.checks)
+        self._plans[key] = (plan, header.checks, len(payload) - header.base)
 
     def clear(self) -> None:
         """Forgets everything (a model was loaded, unloaded or changed)."""

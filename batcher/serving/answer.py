@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from batcher.errors import EngineFailure
+from batcher.errors import EngineFailure, PayloadTooLarge
 from batcher.rpc import response
 from batcher.rpc.header import InferPlan
 from batcher.rpc.request import Shape
@@ -163,3 +163,8 @@ def joined(request: InferRequest) -> list[tuple[Any, Shape]]:
             )
         result.append((b"".join(data for data, _ in pieces), (request.rows, *tail)))
     return result
+
+
+def too_large(answer: bytes, limit: int) -> PayloadTooLarge:
+    """The refusal of an answer with more than `limit` bytes."""
+    return PayloadTooLarge(f"the answer has {len(answer)} bytes; the limit is {limit}")

@@ -73,6 +73,7 @@ def _prepared(
     _check_wanted(where, config, obstacle)
     batched = obstacle is None
     warmed = WarmUp()
+    disproved = False
     for _ in range(2):
         rungs = _rungs(config, batched)
         try:
@@ -85,8 +86,12 @@ def _prepared(
         # The file promised a batch axis, the run did not keep it.
         obstacle = "its outputs do not have the batch's rows"
         _check_wanted(where, config, obstacle)
-        log.warning("model %r is served without batching: %s", source.name, obstacle)
-        batched = False
+        batched, disproved = False, True
+    if obstacle is not None:
+        # A surprise only where the file had promised a batch axis.
+        level = logging.WARNING if disproved else logging.INFO
+        text = "model %r is served without batching: %s"
+        log.log(level, text, source.name, obstacle)
     shapes.predict_outputs = warmed.predicted
     for warning in warmed.warnings:
         log.warning("model %r: %s", source.name, warning)

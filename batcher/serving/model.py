@@ -17,7 +17,6 @@ from batcher.errors import (
     BatcherError,
     EngineFailure,
     ModelNotReady,
-    PayloadTooLarge,
     QueueFull,
 )
 from batcher.rpc import messages, response
@@ -27,7 +26,7 @@ from batcher.rpc.signature import ModelSignature
 from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Reply
 from batcher.scheduling import NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
-from batcher.serving.answer import BatchOutputs, Layout, encode, joined
+from batcher.serving.answer import BatchOutputs, Layout, encode, joined, too_large
 from batcher.serving.budget import Budget
 from batcher.serving.describe import config_message
 from batcher.serving.gather import gather
@@ -164,12 +163,20 @@ class Model:
         try:
             self.scheduler.submit(request, now_ns)
         except QueueFull:
-            self.statistics.fail("REJECTED", 0)
-            raise
+            self._submit_again(request, now_ns)
         budget.used += size
         if not self.touched:
             self._touch_here(self)
         return request
+
+    def _submit_again(self, request: InferRequest, now_ns: int) -> None:
+        """What fills the queue may be of this very wake-up, and a slot free for it."""
+        self._poll(now_ns)
+        try:
+            self.scheduler.submit(request, now_ns)
+        except QueueFull:
+            self.statistics.fail("REJECTED", 0)
+            raise
 
     def cancel(self, request: InferRequest) -> None:
         """The caller has gone: its request is taken out, or its rows dropped."""
@@ -278,7 +285,7 @@ class Model:
                     arrivals.append(request.arrival_ns)
                     rows += request.rows
                 else:
-                    self._fail(request, self._too_large(len(answer)))
+                    self._fail(request, too_large(answer, self._max_answer_bytes))
             row += request.rows
         self._budget.used -= freed
         end_ns = time.monotonic_ns()
@@ -308,7 +315,7 @@ class Model:
         try:
             answer = encode(self._head, whole, joined(whole))
             if len(answer) > self._max_answer_bytes:
-                raise self._too_large(len(answer))
+                raise too_large(answer, self._max_answer_bytes)
         except BatcherError as error:
             self._fail(whole, error)
             return
@@ -330,11 +337,6 @@ class Model:
         reason = "BACKEND" if isinstance(error, EngineFailure) else "REJECTED"
         self.statistics.fail(reason, time.monotonic_ns() - request.arrival_ns)
         reply.fail(call, *self._status.status(error))
-
-    def _too_large(self, size: int) -> PayloadTooLarge:
-        return PayloadTooLarge(
-            f"the answer has {size} bytes; the limit is {self._max_answer_bytes}"
-        )
 
     def _forget(self, request: InferRequest) -> None:
         request.reply = None

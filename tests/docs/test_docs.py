@@ -27,8 +27,8 @@ from batcher.config import (
 )
 from batcher.config.schema import FakeTensorConfig, OutputAxisConfig
 from batcher.rpc.status import StatusTable
+from batcher.serving.budget import Budget
 from batcher.serving.metrics import collect, exposition
-from batcher.serving.model import Budget
 from docs.documents import (
     DOCUMENTS,
     ROOT,

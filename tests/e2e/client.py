@@ -160,9 +160,7 @@ class Client:
         message = request(model, **arguments)
         return decode(self.stub.ModelInfer(message, timeout=timeout))
 
-    def send(
-        self, message: pb.ModelInferRequest, timeout: float | None = 20
-    ) -> Call:
+    def send(self, message: pb.ModelInferRequest, timeout: float | None = 20) -> Call:
         """Starts a call."""
         return self.stub.ModelInfer.future(message, timeout=timeout)
 

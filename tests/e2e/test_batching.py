@@ -229,5 +229,5 @@ def test_rows_of_one_caller_stay_in_order(client: Client) -> None:
     answers = [result(call) for call in calls]
     positions = [a["pos"].ravel().tolist() for a in answers]
 
-    assert sorted(sum(positions, [])) == list(range(8))
+    assert sorted(place for run in positions for place in run) == list(range(8))
     assert all(p == list(range(p[0], p[0] + len(p))) for p in positions)

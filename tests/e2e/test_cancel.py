@@ -21,9 +21,7 @@ OK = grpc.StatusCode.OK
 
 
 @pytest.fixture(scope="module")
-def quick(
-    transport: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Daemon]:
+def quick(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """A daemon with models whose run times are known."""
     root = tmp_path_factory.mktemp("cancel")
     write_fake(root, "two_ms", 2, max_batch=16)

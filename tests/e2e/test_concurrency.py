@@ -51,9 +51,7 @@ def test_mixed_shapes(
         ids = ids.reshape(shape)
         mask = (ids % 5 != 0).astype(np.int64)
         answer = client.infer("seq_padded", ids=ids, mask=mask, id=tag)
-        np.testing.assert_allclose(
-            answer["y"], seq_alone(ids, mask), rtol=0, atol=1e-5
-        )
+        np.testing.assert_allclose(answer["y"], seq_alone(ids, mask), rtol=0, atol=1e-5)
 
     def cut(chance: random.Random, tag: str) -> None:
         x = np.full((chance.randint(1, 4), chance.randint(1, 8)), chance.random(), "f4")

@@ -87,9 +87,7 @@ def test_typed(client: Client, kind: str) -> None:
 def test_typed_strings(client: Client) -> None:
     """Typed bytes come back in raw form."""
     words = [b"hello world", b"", "wörld".encode()]
-    answer = client.stub.ModelInfer(
-        typed("id_string", "bytes_contents", (1, 3), words)
-    )
+    answer = client.stub.ModelInfer(typed("id_string", "bytes_contents", (1, 3), words))
 
     assert unpack(answer.raw_output_contents[0]) == words
 
@@ -170,7 +168,7 @@ def test_strings_in_a_batch(client: Client) -> None:
 
 
 def test_strings_that_are_no_utf8(client: Client) -> None:
-    """The engine takes UTF-8 only: other bytes fail alone, their neighbour is served."""
+    """The engine takes UTF-8 only: other bytes fail alone."""
     bad = client.start("string2", x=Raw("BYTES", [1, 2], pack([b"\x00\xff", b"a"])))
     good = client.start("string2", x=Raw("BYTES", [1, 2], pack([b"b", b"c"])))
 

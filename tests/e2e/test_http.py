@@ -5,11 +5,18 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
+from itertools import pairwise
 
 from .client import Client, ones
 from .daemon import Daemon, Metrics, eventually
 
-COUNTERS = ("nv_inference_count", "nv_inference_exec_count", "_total", "_bucket", "_sum")
+COUNTERS = (
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "_total",
+    "_bucket",
+    "_sum",
+)
 
 
 def test_health(daemon: Daemon) -> None:
@@ -69,11 +76,9 @@ def test_metrics_under_load(daemon: Daemon, client: Client) -> None:
     label = frozenset({("model", "probe"), ("version", "1")})
 
     assert pages[0][counted, label] < pages[-1][counted, label]
-    for earlier, later in zip(pages, pages[1:], strict=False):
+    for earlier, later in pairwise(pages):
         assert earlier.keys() == later.keys()
-        shrunk = [
-            k for k in later if k[0].endswith(COUNTERS) and later[k] < earlier[k]
-        ]
+        shrunk = [k for k in later if k[0].endswith(COUNTERS) and later[k] < earlier[k]]
         assert shrunk == []
 
 

@@ -144,7 +144,11 @@ CASES: dict[str, tuple[Change, grpc.StatusCode, tuple[str, ...]]] = {
     "few bytes": (content(bytes(15)), INVALID, ("has 15 bytes", "is 16 bytes")),
     "many bytes": (content(bytes(17)), INVALID, ("has 17 bytes", "is 16 bytes")),
     "no bytes": (content(b""), INVALID, ("has 0 bytes",)),
-    "no contents": (lambda m: m.ClearField("raw_input_contents"), INVALID, ("no data",)),
+    "no contents": (
+        lambda m: m.ClearField("raw_input_contents"),
+        INVALID,
+        ("no data",),
+    ),
     "raw left over": (
         lambda m: m.raw_input_contents.append(b""),
         INVALID,
@@ -204,7 +208,7 @@ CASES: dict[str, tuple[Change, grpc.StatusCode, tuple[str, ...]]] = {
 }
 
 
-def good(client: Client, value: float) -> Any:
+def good_request(client: Client, value: float) -> Any:
     """A good request to the model that runs pairs."""
     return client.start("probe2", x=ones(1, value))
 
@@ -215,9 +219,9 @@ def test_refused(client: Client, case: str) -> None:
     change, code, texts = CASES[case]
     message = request("probe2", x=ones())
     change(message)
-    first = good(client, 1)
+    first = good_request(client, 1)
     assert_refused(lambda: client.stub.ModelInfer(message, timeout=5), code, *texts)
-    second = good(client, 2)
+    second = good_request(client, 2)
 
     assert [result(first)["y"][0, 0], result(second)["y"][0, 0]] == [2, 4]
     assert result(first)["n"].tolist() == result(second)["n"].tolist() == [[2]]
@@ -280,7 +284,7 @@ def test_shapes_that_overflow(client: Client, daemon: Daemon, sizes: list[int]) 
 
 @pytest.mark.parametrize("what", ["outputs", "inputs", "parameters"])
 def test_hundred_thousand_entries(client: Client, daemon: Daemon, what: str) -> None:
-    """A message of very many entries is refused, quickly and in little memory (B097)."""
+    """A message of very many entries is refused, at little cost (B097)."""
     message = request("id_fp32", x=np.ones((1, 4), np.float32))
     for i in range(100_000):
         if what == "outputs":
@@ -323,6 +327,36 @@ def test_id_that_is_no_text(client: Client) -> None:
     broken = payload.replace(b"\x1a\x02AB", b"\x1a\x02\xff\xfe")
 
     assert_refused(lambda: client.raw(broken, timeout=5), INVALID)
+
+
+def test_contents_of_another_length(client: Client) -> None:
+    """A message that is cut off or too long is refused, though its header is known.
+
+    Lengths are chosen so that messages of the same header length, which are good, have
+    them: a truncated row would shift those of its neighbours.
+    """
+    bodies = [
+        request("id_fp32", x=np.full((1, n), n, np.float32)).SerializeToString()
+        for n in (3, 4, 5)
+    ]
+    for body in bodies * 2:
+        assert client.raw(body)
+    short, good, long = bodies
+    for broken in (
+        good[: len(short)],
+        good + b"\x3a\x02xy",
+        good + bytes(len(long) - len(good)),
+        short + good[len(short) :],
+    ):
+        assert_refused(lambda broken=broken: client.raw(broken, timeout=5), INVALID)
+    pair = request("probe2", x=ones(1, 1)).SerializeToString()
+    calls = [client.raw.future(pair) for _ in range(2)]
+    assert {call.code() for call in calls} == {grpc.StatusCode.OK}
+    first, second = good_request(client, 2), client.raw.future(pair[:-4], timeout=5)
+    third = good_request(client, 3)
+
+    assert second.code() == INVALID
+    assert [result(c)["y"][0, 0] for c in (first, third)] == [4, 6]
 
 
 def test_damaged_messages(client: Client) -> None:

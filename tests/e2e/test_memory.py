@@ -18,7 +18,8 @@ from .daemon import eventually
 from .repository import window, write
 
 SHAPES = 2000
-WARM = 20_000
+WARM = 6_000
+TOTAL = 14_000
 IN_FLIGHT = 200
 
 
@@ -47,11 +48,12 @@ class Flood:
 
 
 @pytest.mark.slow
-def test_many_shapes(start: Start, tmp_path: Path, transport: str) -> None:
-    """Requests of 2,000 shapes: resident memory is flat after the first 20,000."""
-    # One Python client sends 4,000 to 5,000 calls/s: with 100,000 on both transports
-    # the suite would take a minute longer, and leaks show with fewer.
-    total = 60_000
+def test_many_shapes(start: Start, tmp_path: Path) -> None:
+    """Requests of 2,000 shapes: resident memory is flat once each was seen three times.
+
+    Most of these requests run alone, at 2,000/s: 100,000 of them would take as long as
+    the rest of the suite, and a leak of 1 kB a request shows with 8,000.
+    """
     model = write(tmp_path / "models", "id_fp32", models.identity("fp32"))
     chance = random.Random(3)
     payloads = [
@@ -66,19 +68,19 @@ def test_many_shapes(start: Start, tmp_path: Path, transport: str) -> None:
             flood.send(chance.choice(bodies))
         flood.finish()
         before = daemon.rss_kib()
-        for _ in range(total - WARM):
+        for _ in range(TOTAL - WARM):
             flood.send(chance.choice(bodies))
         flood.finish()
         after = daemon.rss_kib()
 
-    assert flood.codes == {grpc.StatusCode.OK: total}
+    assert flood.codes == {grpc.StatusCode.OK: TOTAL}
     assert after < before * 1.05
     daemon.stop()
 
 
 @pytest.mark.slow
 def test_requests_that_end_badly(start: Start, tmp_path: Path) -> None:
-    """Failed, refused, malformed and timed-out requests leave no memory (B073, B075)."""
+    """Failed, refused and timed-out requests leave no memory behind (B073, B075)."""
     write(tmp_path / "models", "emb", models.emb())
     small = window(2, 1000, "max_queue = 2\ntimeout_ms = 5")
     write(tmp_path / "models", "small", models.probe(), small)
@@ -105,15 +107,15 @@ def test_requests_that_end_badly(start: Start, tmp_path: Path) -> None:
 
     with Client(daemon.grpc) as client:
         flood = Flood(client)
-        rounds(500)
+        rounds(300)
         before = daemon.rss_kib()
-        rounds(2000)
+        rounds(1000)
         after = daemon.rss_kib()
 
     assert grpc.StatusCode.OK in flood.codes  # pairs of `small` that were in time
-    assert flood.codes[grpc.StatusCode.INTERNAL] == 2500
-    assert flood.codes[grpc.StatusCode.NOT_FOUND] == 2500
-    assert flood.codes[grpc.StatusCode.INVALID_ARGUMENT] == 250
+    assert flood.codes[grpc.StatusCode.INTERNAL] == 1300
+    assert flood.codes[grpc.StatusCode.NOT_FOUND] == 1300
+    assert flood.codes[grpc.StatusCode.INVALID_ARGUMENT] == 130
     assert after < before * 1.05 + 2000
     eventually(lambda: daemon.in_flight_bytes() == 0)
     assert daemon.waiting("small") == daemon.waiting("emb") == 0

@@ -107,4 +107,3 @@ def test_within_a_split_request(client: Client, daemon: Daemon) -> None:
     assert (books.failures, books.requests) == (1, 0)
     assert client.infer("emb8", ids=ids(*range(8)))["y"].tolist() == rows(*range(8))
     assert daemon.waiting("emb8") == 0
-

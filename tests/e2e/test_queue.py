@@ -211,4 +211,3 @@ def test_every_wave_has_the_same_limit(caller: Client) -> None:
         assert codes[OK] + codes[UNAVAILABLE] == 16
         assert 2 <= codes[OK] <= 4
         assert (books.requests, books.runs) == (codes[OK], codes[OK])
-

@@ -127,7 +127,7 @@ def test_other_lengths_are_grouped_by_equality(client: Client) -> None:
 
 
 def test_outputs_are_cut_back(client: Client) -> None:
-    """An output that follows a padded axis comes back at its caller's size, bit-equal."""
+    """An output that follows a padded axis comes back at its caller's size."""
     sent = [np.full((1, size), size / 3, np.float32) for size in (2, 3)]
     calls = [client.start("id_pair", x=x) for x in sent]
     answers = [result(call)["y"] for call in calls]

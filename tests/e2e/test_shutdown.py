@@ -48,9 +48,13 @@ def wait_accepted(daemon: Daemon, count: int = 1) -> None:
 
 
 def test_what_was_accepted_is_answered(start: Start, repository: Path) -> None:
-    """SIGTERM: waiting requests run at once, new ones are refused, watchers are told."""
+    """SIGTERM: what waits runs at once, what comes is refused, watchers are told."""
     daemon = start(repository)
-    with Client(daemon.grpc) as client, Stream(client) as stream, Stream(client) as idle:
+    with (
+        Client(daemon.grpc) as client,
+        Stream(client) as stream,
+        Stream(client) as idle,
+    ):
         health = health_pb2_grpc.HealthStub(client.channel)
         kind = health_pb2.HealthCheckResponse
         watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=30)
@@ -190,7 +194,7 @@ def test_idle(start: Start, repository: Path, tmp_path: Path) -> None:
 
 
 def test_while_loading(tmp_path: Path) -> None:
-    """SIGTERM while models are loaded ends the start, with 0 and no traceback (B108)."""
+    """SIGTERM while models are loaded ends the start with exit code 0 (B108)."""
     for number in range(20):
         write_fake(tmp_path / "models", f"m{number}", 150, max_batch=1)
     address = ("--http-address", f"127.0.0.1:{free_port()}")

@@ -82,7 +82,11 @@ def test_every_kind_of_address(several: Daemon) -> None:
     folder = socket_path(several).parent
     shown = several.addresses
 
-    assert shown[1:4] == [f"unix:{folder}/a.sock", f"unix:{folder}/b.sock", "unix:c.sock"]
+    assert shown[1:4] == [
+        f"unix:{folder}/a.sock",
+        f"unix:{folder}/b.sock",
+        "unix:c.sock",
+    ]
     assert shown[0].startswith("127.0.0.1:")
     assert shown[0] != "127.0.0.1:0"
     assert [answers(a) for a in shown[:3]] == [True, True, True]
@@ -128,7 +132,7 @@ def test_authorities_that_are_no_host(
 def test_second_daemon(
     several: Daemon, model: Path, tmp_path: Path, transport: str
 ) -> None:
-    """A second daemon on a path or port ends with 2 and a clear line; the first lives."""
+    """A second daemon on a path or port ends with 2 and one line; the first lives."""
     same = ("--transport", transport)
     none = ("--http-address", "none")
     path, port = socket_path(several), several.addresses[0]

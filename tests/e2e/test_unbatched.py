@@ -1,10 +1,11 @@
-"""Models that cannot batch, or not on axis 0: run alone, and right (B019, B021, B022)."""
+"""Models that cannot batch, or not on axis 0: run alone (B019, B021, B022)."""
 
 from __future__ import annotations
 
 import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 
 from .client import Client, Raw, assert_refused, ones, result
 
@@ -78,8 +79,6 @@ def test_scalar_input(client: Client) -> None:
 
 def test_scalar_metadata(client: Client) -> None:
     """A scalar has an empty shape in the metadata (B019)."""
-    from tritonclient.grpc import service_pb2 as pb
-
     metadata = client.stub.ModelMetadata(pb.ModelMetadataRequest(name="scal"))
 
     assert {t.name: list(t.shape) for t in metadata.inputs} == {"x": [-1, 4], "sr": []}

@@ -265,7 +265,7 @@ def test_a_dead_engine_fails_everything_at_once(make: MakeDesk) -> None:
 def test_a_full_queue_refuses(make: MakeDesk) -> None:
     """One request more than `max_queue` is refused, and takes no bytes."""
     budget = Budget(1 << 20)
-    desk = make(max_queue=2, budget=budget)
+    desk = make(policy="window", max_delay_us=300_000, max_queue=2, budget=budget)
     for call in ("a", "b"):
         desk.submit(call, rows(1))
     charged = budget.used
@@ -276,6 +276,19 @@ def test_a_full_queue_refuses(make: MakeDesk) -> None:
     assert budget.used == charged
     desk.settle()
     assert set(desk.answers) == {"a", "b"}
+
+
+def test_a_burst_is_not_counted_against_the_queue_before_it_is_run(
+    make: MakeDesk,
+) -> None:
+    """What a free slot can take at once does not fill the queue."""
+    desk = make(max_queue=2)
+
+    for call in ("a", "b", "c"):
+        desk.submit(call, rows(1))
+
+    desk.settle()
+    assert set(desk.answers) == {"a", "b", "c"}
 
 
 def test_the_byte_budget_refuses(make: MakeDesk) -> None:
@@ -294,7 +307,7 @@ def test_the_byte_budget_refuses(make: MakeDesk) -> None:
 
 def test_refusals_are_counted(make: MakeDesk) -> None:
     """A request that finds the queue full is a failure for the books (B104)."""
-    desk = make(max_queue=1)
+    desk = make(policy="window", max_delay_us=300_000, max_queue=1)
     desk.submit("a", rows(1))
     with pytest.raises(QueueFull):
         desk.submit("b", rows(1))

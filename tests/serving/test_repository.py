@@ -20,9 +20,13 @@ def file(path: Path) -> Path:
 
 def refusal(*paths: Path) -> str:
     """The text with which paths are refused."""
-    with pytest.raises(ConfigError) as caught:
+
+    def look() -> None:
         for source in find_models(paths):
             check_name(source)
+
+    with pytest.raises(ConfigError) as caught:
+        look()
     return str(caught.value)
 
 
