@@ -193,6 +193,7 @@ def run(
         target=config.target,
         load=config.load(),
         open_loop=config.arrivals is not None,
+        counted=config.requests is not None,
         connections=connections,
         seed=config.seed,
         interrupted=interrupted,

@@ -45,13 +45,14 @@ _NO_TRAILERS: Final = Head(UNKNOWN, "the answer ended without trailers", False, 
 class Connection:
     """One HTTP/2 connection.
 
-    Give it bytes with `receive`, calls with `submit`, and send what `take_output`
-    returns after either. `error` says why a connection is beyond use.
+    Give it bytes with `receive`, calls with `submit`, and send what is in `output`
+    after either. `error` says why a connection is beyond use.
     """
 
     def __init__(self) -> None:
         self.news = False
-        """Whether something below has changed; the caller resets it."""
+        """Whether something below has changed, or the end is near; the caller, who
+        may have news of its own, resets it."""
         self.ready = False
         """Whether the peer's settings have come: it speaks HTTP/2."""
         self.draining = False
@@ -63,8 +64,8 @@ class Connection:
         """Why the connection is broken; empty while it is not."""
         self._out = Outbox()
         self._open = self._out.open
-        self.take_output = self._out.take
-        """What must be sent now; empty bytes when there is nothing."""
+        self.output = self._out.output
+        """What must be sent, in order; whoever sends it clears the list."""
         self.streams = self._out.streams
         """Calls on the wire by stream id."""
         self._waiting: deque[Call] = deque()

@@ -117,37 +117,42 @@ class Channel:
         except BlockingIOError:
             return b""
         except OSError as fault:
-            self.closed = self._why(fault.strerror or str(fault))
+            self._close(fault.strerror or str(fault))
             return b""
         if not data:
-            self.closed = self._why("closed by the server")
+            self._close("closed by the server")
         return data
 
     def flush(self) -> bool:
         """Send what waits; return whether some of it must wait for the socket."""
-        data = self.http.take_output()
-        if self._unsent:
-            data = self._unsent + data
-            self._unsent = b""
-        if not data:
-            return False
-        self.blocked = False
+        output = self.http.output
+        if not output:
+            if not self._unsent:
+                return False
+            data = self._unsent
+        elif len(output) == 1 and not self._unsent:
+            data = output[0]
+        else:
+            data = self._unsent + b"".join(output)
+        output.clear()
+        sent = 0
         try:
             sent = self.socket.send(data)
         except BlockingIOError:
-            sent = 0
+            pass
         except OSError as fault:
-            # The reading side says the same; what has come is read before.
-            self.closed = self.closed or self._why(fault.strerror or str(fault))
-            return False
-        if sent == len(data):
-            return False
-        self._unsent = data[sent:]
-        self.blocked = True
-        return True
+            # The reading side will say so too; what has come is read before.
+            self._close(fault.strerror or str(fault))
+            sent = len(data)
+        self.blocked = sent < len(data)
+        self._unsent = data[sent:] if self.blocked else b""
+        return self.blocked
 
-    def _why(self, fault: str) -> str:
-        return f"connection {'lost' if self.http.ready else 'failed'}: {fault}"
+    def _close(self, fault: str) -> None:
+        if not self.closed:
+            what = "lost" if self.http.ready else "failed"
+            self.closed = f"connection {what}: {fault}"
+        self.http.news = True
 
 
 class Link:

@@ -35,6 +35,8 @@ class LinkSet:
         """Channels that ended, and attempts to connect that failed."""
         self._epoll = select.epoll()
         self._epoll.register(wake_fd, _READ)
+        self.poll = self._epoll.poll
+        """Wait for some seconds; returns descriptors with what they are ready for."""
         self._writing: set[int] = set()
         self._turn = 0
 
@@ -52,19 +54,14 @@ class LinkSet:
                 break
         return link
 
-    def poll(self, wait_ns: int, *, precisely: bool) -> list[tuple[int, int]]:
-        """Wait for sockets; return descriptors with what they are ready for.
+    def doze(self, wait_ns: int) -> None:
+        """Wait until a descriptor is ready, or for `wait_ns` nanoseconds, precisely.
 
-        Args:
-            wait_ns: the most nanoseconds to wait.
-            precisely: whether it matters that it is not a millisecond more.
+        epoll waits for whole milliseconds; select, on the epoll itself, has
+        microseconds.
         """
-        if precisely and wait_ns > 0:
-            # epoll waits for whole milliseconds; select, on the epoll itself, has
-            # microseconds.
+        if wait_ns > 0:
             select.select([self._epoll.fileno()], [], [], wait_ns / 1e9)
-            wait_ns = 0
-        return self._epoll.poll(max(0, wait_ns) / 1e9)
 
     def flush(self, channel: Channel | None) -> None:
         """Send what a channel has to send, now or when its socket allows."""

@@ -1,7 +1,7 @@
 """The sending half of an HTTP/2 connection: streams opened, bodies held back, bytes.
 
 Flow control towards the peer lives here (§ is of RFC 9113); what the peer says is read
-in `http2`. Sans-IO: what must be sent collects until `take`.
+in `http2`. Sans-IO: what must be sent collects in `output`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Outbox:
         """Calls on the wire by stream id."""
         self.used_up = False
         """Whether there are no more stream ids."""
-        self._output = [frames.opening()]
+        self.output = [frames.opening()]
+        """What must be sent, in order; whoever sends it clears the list."""
         self.stalled: dict[bytes, _Stalled] = {}
         """Bodies of which a part waits for the peer's windows, oldest first."""
         self._next_id = 1
@@ -45,7 +46,7 @@ class Outbox:
     def open(self, calls: list[Call]) -> None:
         """Put each call on a stream of its own."""
         streams = self.streams
-        append = self._output.append
+        append = self.output.append
         pack = frames.STREAM_ID.pack
         next_id = self._next_id
         window = self._window
@@ -75,16 +76,7 @@ class Outbox:
 
     def frame(self, kind: int, flags: int, stream_id: bytes, payload: bytes) -> None:
         """Send a frame."""
-        self._output.append(frames.frame(kind, flags, stream_id, payload))
-
-    def take(self) -> bytes:
-        """What must be sent now; empty when there is nothing."""
-        output = self._output
-        if not output:
-            return b""
-        data = output[0] if len(output) == 1 else b"".join(output)
-        output.clear()
-        return data
+        self.output.append(frames.frame(kind, flags, stream_id, payload))
 
     def reset(self, stream_id: bytes) -> None:
         """Tell the peer that we have lost interest in a stream (CANCEL)."""

@@ -142,9 +142,6 @@ class WorkerResult:
     succeeded: int = 0
     """Measured requests answered OK."""
 
-    answered_in_window: int = 0
-    """OK answers that arrived in the window, whenever their requests were due."""
-
     errors: dict[str, ErrorCount] = field(default_factory=dict)
     """Measured requests that failed, by name of the code."""
 
@@ -173,7 +170,7 @@ class WorkerResult:
     """Length of the window that was measured in nanoseconds."""
 
     wall_ns: int = 0
-    """Nanoseconds between the two readings of the CPU time."""
+    """Nanoseconds between two readings of the following, at the window's ends."""
 
     cpu_ns: int = 0
     """CPU time of the process between them, in nanoseconds."""
@@ -183,3 +180,6 @@ class WorkerResult:
 
     handled: int = 0
     """Requests that ended between them."""
+
+    answered: int = 0
+    """Those of them that were answered OK, whenever they were due."""

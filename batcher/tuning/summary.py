@@ -37,6 +37,9 @@ class RunFacts:
     open_loop: bool
     """Whether the load has arrivals of its own."""
 
+    counted: bool
+    """Whether the run was of a number of requests, not of a length of time."""
+
     connections: int
     """Connections to the server."""
 
@@ -70,7 +73,7 @@ def summarise(facts: RunFacts, results: Sequence[WorkerResult]) -> BenchReport:
         interrupted=facts.interrupted,
         sent=sent,
         succeeded=sum(r.succeeded for r in results),
-        answered_per_s=_per_s(sum(r.answered_in_window for r in results), window_s),
+        answered_per_s=_answered_per_s(facts, results, window_s),
         offered_per_s=_per_s(sent, window_s) if facts.open_loop else None,
         errors=_errors(results),
         latency=latency,
@@ -92,6 +95,15 @@ def summarise(facts: RunFacts, results: Sequence[WorkerResult]) -> BenchReport:
         warnings=(),
     )
     return replace(report, warnings=tuple(_warnings(report)))
+
+
+def _answered_per_s(
+    facts: RunFacts, results: Sequence[WorkerResult], window_s: float
+) -> float:
+    """The rate of OK answers: of those counted, or of those that came meanwhile."""
+    if facts.counted:
+        return _per_s(sum(r.succeeded for r in results), window_s)
+    return sum(_per_s(r.answered, r.wall_ns / 1e9) for r in results)
 
 
 def _per_s(count: int, window_s: float) -> float:

@@ -1,14 +1,14 @@
 """Counting of one process: which requests are measured, and what became of them.
 
 A request is measured when the instant it was due lies in the window; an answer counts
-towards the rate when it arrives in the window. The loop that sends is `worker`; no
+towards the rate when it arrives between two readings, at the window's ends. The loop that sends is `worker`; no
 sockets here, and instants are passed in.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from batcher.tuning.headers import OK, code_name
 from batcher.tuning.latency import LatencyRecorder
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 
 _REPORT_NS: Final = 200_000_000
 _SAMPLE_LENGTH: Final = 1000
+
+
+class _Reading(NamedTuple):
+    """Figures of the process at one instant: two of them bound the window."""
+
+    at_ns: int
+    cpu_ns: int
+    runqueue_ns: int
+    ended: int
+    answered: int
 
 
 class Tally:
@@ -48,7 +58,7 @@ class Tally:
         self._verify_due = 0.0
         self._report_at_ns = 0
         self._last_answer_ns = 0
-        self._readings: list[tuple[int, int, int, int]] = []
+        self._readings: list[_Reading] = []
 
     def begin(self, start_at_ns: int) -> None:
         """The load begins at this instant, the window after the warm-up."""
@@ -86,7 +96,6 @@ class Tally:
         """Count calls that ended."""
         # Runs for every call: what can be counted for all at once, or derived, is.
         record = self._latency.record
-        errors = self._errors
         succeeded = 0
         for call in calls:
             if call.code != OK:
@@ -100,8 +109,6 @@ class Tally:
         if succeeded:
             self.result.succeeded += succeeded
             self._last_answer_ns = now_ns
-        if self._from_ns <= now_ns < self._until_ns:
-            self.result.answered_in_window += len(calls) - self._errors + errors
 
     def is_full(self) -> bool:
         """Open loop: whether more requests are admitted than may be in flight."""
@@ -132,13 +139,13 @@ class Tally:
         return at_most_ns
 
     def tick(self, now_ns: int) -> WorkerCounts | None:
-        """Bound the memory, read the CPU time; the counts, every so often."""
+        """Bound the memory, take the readings; the counts, every so often."""
         self._latency.fold()
         self._lag.fold()
         if len(self._readings) == 0 and now_ns >= self._from_ns:
-            self._read_cpu(now_ns)
+            self._read(now_ns)
         if len(self._readings) == 1 and now_ns >= self._until_ns:
-            self._read_cpu(now_ns)
+            self._read(now_ns)
         if now_ns < self._report_at_ns:
             return None
         self._report_at_ns = now_ns + _REPORT_NS
@@ -152,13 +159,14 @@ class Tally:
         """The run is over: complete `result`."""
         result = self.result
         if len(self._readings) == 1:
-            self._read_cpu(now_ns)
+            self._read(now_ns)
         if len(self._readings) == 2:
             first, last = self._readings
-            result.wall_ns = last[0] - first[0]
-            result.cpu_ns = last[1] - first[1]
-            result.runqueue_ns = last[2] - first[2]
-            result.handled = last[3] - first[3]
+            result.wall_ns = last.at_ns - first.at_ns
+            result.cpu_ns = last.cpu_ns - first.cpu_ns
+            result.runqueue_ns = last.runqueue_ns - first.runqueue_ns
+            result.handled = last.ended - first.ended
+            result.answered = last.answered - first.answered
         outstanding = self.outstanding
         if interrupted:
             result.sent -= outstanding
@@ -170,9 +178,8 @@ class Tally:
             )
         until_ns = min(now_ns, self._until_ns)
         if self._plan.requests is not None:
-            # A number of requests takes until its last answer, and all count.
+            # A number of requests takes until the last of them has its answer.
             until_ns = self._last_answer_ns or until_ns
-            result.answered_in_window = result.succeeded
         result.window_ns = max(0, until_ns - self._from_ns)
         result.latency = self._latency.take()
         result.send_lag = self._lag.take()
@@ -203,9 +210,15 @@ class Tally:
         index = call.request.index
         return f"body {index} {self._plan.bodies[index].label}".rstrip()
 
-    def _read_cpu(self, now_ns: int) -> None:
+    def _read(self, now_ns: int) -> None:
         self._readings.append(
-            (now_ns, time.process_time_ns(), runqueue_ns(), self._ended)
+            _Reading(
+                at_ns=now_ns,
+                cpu_ns=time.process_time_ns(),
+                runqueue_ns=runqueue_ns(),
+                ended=self._ended,
+                answered=self._ended - self._errors,
+            )
         )
 
 

@@ -179,9 +179,11 @@ class Worker:
 
     def _turn(self, wait_ns: int) -> None:
         """Wait for sockets, then handle all that came."""
+        if self._next_due_ns != _NEVER:
+            self._set.doze(wait_ns)
+            wait_ns = 0
         channels = self._set.channels
-        precisely = self._next_due_ns != _NEVER
-        for fd, mask in self._set.poll(wait_ns, precisely=precisely):
+        for fd, mask in self._set.poll(wait_ns / 1e9 if wait_ns > 0 else 0):
             channel = channels.get(fd)
             if channel is not None:
                 self._handle(channel, mask)
@@ -196,7 +198,7 @@ class Worker:
             data = channel.receive()
             now_ns = time.monotonic_ns()
             finished = http.receive(data) if data else []
-            if http.news or channel.closed or http.draining:
+            if http.news:
                 finished = self._news(channel, finished, now_ns)
             if finished:
                 self._finish(finished, link, now_ns)
@@ -210,7 +212,7 @@ class Worker:
         """A channel has become ready, or is at its end; the calls that ended."""
         link = channel.link
         http = channel.http
-        http.news = False
+        http.news = http.draining
         if link.channel is channel:
             if http.draining:
                 link.replaced(now_ns)

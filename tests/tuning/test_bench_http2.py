@@ -50,12 +50,19 @@ def number(call: Call) -> int:
     return int.from_bytes(call.stream_id, "big")
 
 
+def taken(connection: Connection) -> bytes:
+    """What the connection had to send."""
+    data = b"".join(connection.output)
+    connection.output.clear()
+    return data
+
+
 def connected(*settings: tuple[int, int]) -> Connection:
     """A connection whose peer has sent its settings."""
     connection = Connection()
     payload = b"".join(frames.SETTING.pack(*pair) for pair in settings)
     connection.receive(frame(frames.SETTINGS, 0, 0, payload))
-    connection.take_output()
+    taken(connection)
     return connection
 
 
@@ -93,7 +100,7 @@ def sent_frames(data: bytes) -> list[tuple[int, int, int, bytes]]:
 
 def test_a_connection_opens_with_preface_settings_and_a_wide_window() -> None:
     """We ask for no header table and no push, and give all the window there is."""
-    output = Connection().take_output()
+    output = taken(Connection())
 
     assert output.startswith(frames.PREFACE)
     (settings, window) = sent_frames(output.removeprefix(frames.PREFACE))
@@ -118,7 +125,7 @@ def test_a_peer_reads_the_same_headers_from_every_request(
 
     blocks = [
         payload
-        for kind, _, _, payload in sent_frames(connection.take_output())
+        for kind, _, _, payload in sent_frames(taken(connection))
         if kind == frames.HEADERS
     ]
     fields: list[dict[object, object]] = [
@@ -259,7 +266,7 @@ def test_a_large_body_waits_for_both_windows() -> None:
 
     def data_bytes() -> dict[int, int]:
         sent: dict[int, int] = {}
-        for kind, _, stream_id, payload in sent_frames(connection.take_output()):
+        for kind, _, stream_id, payload in sent_frames(taken(connection)):
             if kind == frames.DATA:
                 assert len(payload) <= 16_384
                 sent[stream_id] = sent.get(stream_id, 0) + len(payload)
@@ -284,16 +291,16 @@ def test_an_answer_before_the_whole_body_ends_the_sending() -> None:
     connection = connected((frames.INITIAL_WINDOW_SIZE, 100))
     call = make_call(1000)
     connection.submit([call])
-    connection.take_output()
+    taken(connection)
     block = plain_encoder().encode([*HEAD, ("grpc-status", "8")])
 
     connection.receive(frame(frames.HEADERS, END, 1, block))
 
     assert call.code == RESOURCE_EXHAUSTED
-    kinds = [kind for kind, *_ in sent_frames(connection.take_output())]
+    kinds = [kind for kind, *_ in sent_frames(taken(connection))]
     assert kinds == [frames.RST_STREAM]
     connection.receive(frame(frames.WINDOW_UPDATE, 0, 1, (900).to_bytes(4, "big")))
-    assert connection.take_output() == b""
+    assert taken(connection) == b""
 
 
 def test_calls_over_the_stream_limit_wait() -> None:
@@ -349,7 +356,7 @@ def test_a_ping_is_answered_with_its_own_bytes() -> None:
     connection.receive(frame(frames.PING, 0, 0, b"12345678"))
 
     pong = (frames.PING, frames.ACK, 0, b"12345678")
-    assert sent_frames(connection.take_output()) == [pong]
+    assert sent_frames(taken(connection)) == [pong]
 
 
 def test_the_connection_window_is_refilled() -> None:
@@ -357,12 +364,12 @@ def test_the_connection_window_is_refilled() -> None:
     connection = connected()
     call = make_call()
     connection.submit([call])
-    connection.take_output()
+    taken(connection)
     connection._unacknowledged = 2**30 - 4
 
     connection.receive(frame(frames.DATA, 0, 1, MESSAGE))
 
-    ((kind, _, stream_id, payload),) = sent_frames(connection.take_output())
+    ((kind, _, stream_id, payload),) = sent_frames(taken(connection))
     assert (kind, stream_id) == (frames.WINDOW_UPDATE, 0)
     assert int.from_bytes(payload, "big") == 2**30 + 4
 
