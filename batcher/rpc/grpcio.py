@@ -113,6 +113,8 @@ class GrpcioTransport:
             self._close_guards()
             raise
         server.start()
+        for _ in range(_ASKED_FOR):
+            server.request_call(queue, queue, _REQUEST)
         self._server, self._queue = server, queue
         self._thread = threading.Thread(target=self._poll, name="grpcio", daemon=True)
         self._thread.start()
@@ -141,6 +143,7 @@ class GrpcioTransport:
                 call.end(_UNAVAILABLE, "the server is shutting down")
             patience = _GRACE_S / _STEP_S
             while self._thread.is_alive():
+                self.drain_inbox()  # after a failed start nobody else does
                 patience -= 1
                 if patience == 0:  # callers that do not take their answers
                     self._server.cancel_all_calls()
@@ -169,14 +172,15 @@ class GrpcioTransport:
 
     def _poll(self) -> None:
         queue = self._queue
-        for _ in range(_ASKED_FOR):
-            self._server.request_call(queue, queue, _REQUEST)
         while True:
             event = queue.poll()
             tag = event.tag
             if tag is _REQUEST:
                 if event.success:  # not while the server shuts down
-                    self._server.request_call(queue, queue, _REQUEST)
+                    try:
+                        self._server.request_call(queue, queue, _REQUEST)
+                    except ValueError:  # `stop` came between: this call is the last
+                        pass
                     self._accept(event)
             elif tag is _SHUTDOWN:
                 self.post(self._shut_down)

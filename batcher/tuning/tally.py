@@ -1,8 +1,8 @@
 """Counting of one process: which requests are measured, and what became of them.
 
 A request is measured when the instant it was due lies in the window; an answer counts
-towards the rate when it arrives between two readings, at the window's ends. The loop that sends is `worker`; no
-sockets here, and instants are passed in.
+towards the rate when it arrives between two readings, at the window's ends. The loop
+that sends is `worker`; no sockets here, and instants are passed in.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def call(
             response_deserializer=answer.FromString,
         )
         try:
-            return stub(request, timeout=timeout_s)  # type: ignore[no-any-return]
+            return stub(request, timeout=timeout_s)
         except grpc.RpcError as fault:
             code = fault.code().name
             raise BatcherError(

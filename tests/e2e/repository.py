@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import models
@@ -86,4 +88,8 @@ def write_zoo(root: Path) -> Path:
     write(root, "nz_transposed", models.nz(transposed=True))
     write(root, "baked_n", models.baked("N"))
     write_fake(root, "nap", 100)
+    magika = Path(find_spec("magika").origin).parent / "models" / "standard_v3_3"
+    (root / "magika" / "1").mkdir(parents=True)
+    shutil.copy(magika / "model.onnx", root / "magika" / "1")
+    (root / "magika" / "model.toml").write_text(window(8))
     return root

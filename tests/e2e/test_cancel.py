@@ -79,7 +79,8 @@ def test_storm(caller: Client, quick: Daemon) -> None:
             leaving.append(call)
         else:
             kept.append((i, call))
-        while len(leaving) > chance.randrange(20):  # at once, or after some others
+        # Not at once: native closes a connection that resets calls before it took them.
+        while len(leaving) > 20 + chance.randrange(20):
             cancelled.append(leaving.pop(chance.randrange(len(leaving))))
             cancelled[-1].cancel()
         if i % 300 == 299:

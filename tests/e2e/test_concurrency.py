@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import models
 import numpy as np
 import onnxruntime as ort
 import pytest
 
-from .client import Client, Raw, ones, pack, request, unpack
+from .client import Client, Raw, ones, pack, request, result, unpack
 from .daemon import Daemon, eventually
 
 THREADS = 64
@@ -84,6 +85,24 @@ def test_mixed_shapes(
     assert books.runs < books.requests  # lengths did share runs
     assert sum(size * count for size, count in books.batches.items()) == books.rows
     eventually(lambda: daemon.in_flight_bytes() == 0)
+
+
+def test_a_real_model(client: Client, zoo: Path) -> None:
+    """A real network gives in a batch what it gives alone, but for rounding (B068)."""
+    rng = np.random.default_rng(8)
+    rows = [rng.integers(0, 257, (1, 2048), np.int32) for _ in range(8)]
+    session = ort.InferenceSession(
+        zoo / "magika" / "1" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    alone = [session.run(["target_label"], {"bytes": row})[0] for row in rows]
+    before = client.books("magika")
+    calls = [client.start("magika", bytes=row) for row in rows]
+    together = [result(call)["target_label"] for call in calls]
+
+    assert (client.books("magika") - before).batches == {8: 1}
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
+        assert other.argmax() == one.argmax()
 
 
 def test_no_request_in_a_run_that_has_left(client: Client) -> None:

@@ -168,12 +168,14 @@ def test_strings_in_a_batch(client: Client) -> None:
 
 
 def test_strings_that_are_no_utf8(client: Client) -> None:
-    """The engine takes UTF-8 only: other bytes fail alone."""
+    """The engine takes UTF-8 only: other bytes are refused, and named."""
     bad = client.start("string2", x=Raw("BYTES", [1, 2], pack([b"\x00\xff", b"a"])))
     good = client.start("string2", x=Raw("BYTES", [1, 2], pack([b"b", b"c"])))
 
-    assert_refused(bad.result, grpc.StatusCode.INTERNAL, "UTF-8")
+    assert_refused(bad.result, INVALID, "'x'", "element 0", "UTF-8")
+    other = client.start("string2", x=Raw("BYTES", [1, 2], pack([b"d", b"e"])))
     assert unpack(good.result().raw_output_contents[0]) == [b"b", b"c"]
+    assert unpack(other.result().raw_output_contents[0]) == [b"d", b"e"]
 
 
 @pytest.mark.parametrize(

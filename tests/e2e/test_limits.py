@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import models
@@ -13,6 +14,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from .client import Client, Raw, assert_refused, ones, request, trailing
+from .conftest import Start
 from .daemon import Daemon, eventually
 from .repository import write, write_fake
 
@@ -57,7 +59,7 @@ def body(size: int, model: str = "id_fp32") -> pb.ModelInferRequest:
     return message
 
 
-@pytest.mark.parametrize("size", [int(3.9 * MIB), int(4.1 * MIB), LIMIT_MIB * MIB])
+@pytest.mark.parametrize("size", [int(3.9 * MIB), int(4.1 * MIB), LIMIT_MIB * MIB - 9])
 def test_up_to_the_limit(caller: Client, size: int) -> None:
     """Messages larger than gRPC's default of 4 MiB work, up to the limit (B080)."""
     message = body(size)
@@ -110,7 +112,7 @@ def test_memory_returns(caller: Client, small: Daemon) -> None:
     """Refused and served large messages leave the memory as it was (B073, B080)."""
 
     def burst() -> None:
-        calls = [caller.send(body(size * MIB)) for size in (6, 5, 6, 5)]
+        calls = [caller.send(body(size * MIB - 100)) for size in (6, 5, 6, 5)]
         assert {call.code() for call in calls} <= {OK, EXHAUSTED, UNAVAILABLE}
 
     for _ in range(2):
@@ -122,12 +124,26 @@ def test_memory_returns(caller: Client, small: Daemon) -> None:
     assert small.rss_kib() < before + 3 * LIMIT_MIB * 1024
 
 
+def test_strict_triton_codes(start: Start, tmp_path: Path) -> None:
+    """With --strict-triton-codes what is too large is INVALID_ARGUMENT."""
+    model = write(tmp_path / "models", "tile", models.tile())
+    daemon = start(model, "--strict-triton-codes", "--max-message-mb", "1")
+    with Client(daemon.grpc) as client:
+        assert_refused(
+            lambda: client.infer("tile", x=ones(100)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            str(MIB),
+        )
+        assert len(client.infer("tile", x=ones(60))["y"]) == 60
+    daemon.stop()
+
+
 # -- in flight --------------------------------------------------------------------
 
 
 def test_bytes_in_flight_are_bounded(caller: Client, small: Daemon) -> None:
     """Requests above the in-flight budget are refused with when to try again (B080)."""
-    message = body(LIMIT_MIB * MIB, "nap")
+    message = body(LIMIT_MIB * MIB - 100, "nap")
     calls = [caller.send(message) for _ in range(8)]
     held = []
     while not all(call.done() for call in calls):
@@ -135,7 +151,7 @@ def test_bytes_in_flight_are_bounded(caller: Client, small: Daemon) -> None:
     codes = Counter(call.code() for call in calls)
     refused = [call for call in calls if call.code() == UNAVAILABLE]
 
-    assert LIMIT_MIB * MIB <= max(held) <= IN_FLIGHT_MIB * MIB
+    assert 2 * (LIMIT_MIB * MIB - 100) == max(held) <= IN_FLIGHT_MIB * MIB
     assert codes[OK] >= 2
     assert codes[OK] + codes[UNAVAILABLE] == 8
     assert refused
@@ -145,7 +161,7 @@ def test_bytes_in_flight_are_bounded(caller: Client, small: Daemon) -> None:
 
 def test_memory_of_parallel_bodies(small: Daemon) -> None:
     """Many large bodies at once take no more than twice what they are (B098)."""
-    message = body(LIMIT_MIB * MIB)
+    message = body(LIMIT_MIB * MIB - 100)
     clients = [Client(small.grpc) for _ in range(16)]
     before = small.rss_kib("VmHWM")
     calls = [client.send(message) for client in clients]

@@ -207,7 +207,7 @@ def test_every_wave_has_the_same_limit(caller: Client) -> None:
         codes = Counter(c.code() for c in calls)
         books = caller.books("small") - before
 
-        # Two wait; one runs and one lies ready behind it, unless all came at once.
+        # One runs, one lies ready behind it, two wait; and who comes late finds room.
         assert codes[OK] + codes[UNAVAILABLE] == 16
-        assert 2 <= codes[OK] <= 4
+        assert 4 <= codes[OK] <= 6
         assert (books.requests, books.runs) == (codes[OK], codes[OK])

@@ -94,6 +94,20 @@ def test_many_in_flight(client: Client) -> None:
         assert final.bool_param
 
 
+@pytest.mark.parametrize("ids", ["", "é→漢字", "x" * 300, "a\nb"])
+def test_ids_come_back(client: Client, ids: str) -> None:
+    """A request's id comes back as it was sent, with an answer and with an error."""
+    with Stream(client, timeout=20) as stream:
+        stream.send("probe", x=ones(), id=ids)
+        good = stream.receive()
+        stream.send("nope", x=ones(), id=ids)
+        bad = stream.receive()
+
+    assert good.infer_response.id == bad.infer_response.id == ids
+    assert not good.error_message
+    assert bad.error_message
+
+
 def test_half_close_is_answered_to_the_end(caller: Client) -> None:
     """What was sent before the half-close is answered, then the stream ends with OK."""
     with Stream(caller, timeout=20) as stream:
