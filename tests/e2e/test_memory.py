@@ -51,13 +51,13 @@ class Flood:
 def test_many_shapes(start: Start, tmp_path: Path) -> None:
     """Requests of 2,000 shapes: resident memory is flat once each was seen three times.
 
-    Most of these requests run alone, at 2,000/s: 100,000 of them would take as long as
-    the rest of the suite, and a leak of 1 kB a request shows with 8,000.
+    Few of these requests share a run, so a second sees some 1,500: 100,000 of them on
+    both transports would double the suite, and a leak of 1 kB shows with 8,000.
     """
     model = write(tmp_path / "models", "id_fp32", models.identity("fp32"))
     chance = random.Random(3)
     payloads = [
-        request("id_fp32", x=np.zeros((1 + i % 3, 1 + i), np.float32), id=str(i))
+        request("id_fp32", x=np.zeros((1 + i % 5, 1 + i // 5), np.float32), id=str(i))
         for i in range(SHAPES)
     ]
     bodies = [payload.SerializeToString() for payload in payloads]
@@ -107,15 +107,15 @@ def test_requests_that_end_badly(start: Start, tmp_path: Path) -> None:
 
     with Client(daemon.grpc) as client:
         flood = Flood(client)
-        rounds(300)
+        rounds(200)
         before = daemon.rss_kib()
-        rounds(1000)
+        rounds(700)
         after = daemon.rss_kib()
 
     assert grpc.StatusCode.OK in flood.codes  # pairs of `small` that were in time
-    assert flood.codes[grpc.StatusCode.INTERNAL] == 1300
-    assert flood.codes[grpc.StatusCode.NOT_FOUND] == 1300
-    assert flood.codes[grpc.StatusCode.INVALID_ARGUMENT] == 130
+    assert flood.codes[grpc.StatusCode.INTERNAL] == 900
+    assert flood.codes[grpc.StatusCode.NOT_FOUND] == 900
+    assert flood.codes[grpc.StatusCode.INVALID_ARGUMENT] == 90
     assert after < before * 1.05 + 2000
     eventually(lambda: daemon.in_flight_bytes() == 0)
     assert daemon.waiting("small") == daemon.waiting("emb") == 0

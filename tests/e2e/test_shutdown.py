@@ -24,7 +24,7 @@ from .test_streams import Stream
 
 OK = grpc.StatusCode.OK
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
-SECOND = 20_000  # turns of `slow`: a second, or more on a slower machine
+SECOND = 12_000  # turns of `slow`: a second, more or less
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def long_call(client: Client, turns: int = SECOND) -> Any:
-    """A call that runs for about a second per 20,000 turns."""
+    """A call that runs for about a second per 12,000 turns."""
     return client.start("slow", x=ones(1, 7), iters=np.array([[turns]]), timeout=60)
 
 

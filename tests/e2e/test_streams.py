@@ -237,7 +237,7 @@ def test_cancelled_streams_leave_nothing(caller: Client, naps: Daemon) -> None:
         other.send("quick", x=ones(1, 7))
         assert first(other.receive()) == 7
         files = naps.open_files()
-        for _ in range(10):
+        for _ in range(5):
             before = caller.books("nap")
             with Client(naps.grpc) as leaving, Stream(leaving) as stream:
                 for i in range(20):
