@@ -39,6 +39,8 @@ _UNAVAILABLE: Final = 14
 
 _GRACE_S: Final = 1.0
 """How long `stop` waits for callers to take their answers (seconds)."""
+_QUIET_S: Final = 0.05
+"""A time without new calls, after which `stop` takes it that callers know (seconds)."""
 _STEP_S: Final = 0.005
 
 
@@ -80,6 +82,7 @@ class GrpcioTransport:
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: set[_UnaryCall | _StreamCall] = set()
         self._over = False  # the queue is shut down
+        self._accepted = 0  # calls, ever
 
     @property
     def in_flight(self) -> int:
@@ -136,6 +139,7 @@ class GrpcioTransport:
 
     async def stop(self) -> None:
         if self._server is not None and self._thread is not None:
+            await self._until_quiet()
             # Accepts nothing more; the tag comes back when all calls have ended.
             self._server.shutdown(self._queue, _SHUTDOWN)
             # What was accepted is answered by now; what is left are idle streams.
@@ -149,6 +153,20 @@ class GrpcioTransport:
                     self._server.cancel_all_calls()
                 await asyncio.sleep(_STEP_S)
         self._close_guards()
+
+    async def _until_quiet(self) -> None:
+        """Goes on refusing calls until callers have heard of it, or for a while.
+
+        A call that reaches gRPC while it shuts down ends as CANCELLED, which says less
+        than a refusal, and which clients do not try again.
+        """
+        quiet = 0
+        for _ in range(int(_GRACE_S / _STEP_S)):
+            seen = self._accepted
+            await asyncio.sleep(_STEP_S)
+            quiet = quiet + 1 if seen == self._accepted else 0
+            if quiet * _STEP_S >= _QUIET_S:
+                return
 
     def _bind(self, server: Any, address: Address) -> Address:
         target = str(address).encode()
@@ -192,6 +210,7 @@ class GrpcioTransport:
 
     def _accept(self, event: Any) -> None:
         """A new call: watches for its end, and asks for its (first) message."""
+        self._accepted += 1
         method = event.call_details.method.decode("utf-8", "replace")
         remaining_s = event.call_details.deadline - time.time()
         deadline_ns = None

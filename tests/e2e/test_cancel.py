@@ -133,7 +133,7 @@ def test_slots_are_not_released_twice(caller: Client) -> None:
     took_s = time.monotonic() - started
 
     assert found == list(range(8))
-    assert 0.39 < took_s < 0.65
+    assert 0.39 < took_s < 0.75  # one at a time would take 0.8 s
 
 
 def test_cancel_parts_of_a_split_request(caller: Client, quick: Daemon) -> None:

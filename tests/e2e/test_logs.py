@@ -13,6 +13,7 @@ import pytest
 
 from .client import Client, Raw, ones, request, set_parameter
 from .conftest import Start
+from .daemon import Daemon
 from .repository import write
 
 RECORD = re.compile(
@@ -86,10 +87,10 @@ def test_json(start: Start, repository: Path) -> None:
     assert messages[-1] == "drained"
 
 
-def test_log_level(start: Start, repository: Path) -> None:
+def test_log_level(repository: Path, tmp_path: Path) -> None:
     """At level error only errors are logged, and the ready line stays."""
-    daemon = start(repository, "--log-level", "error")
-    daemon.stop()
+    with Daemon(repository, "--log-level", "error", cwd=tmp_path) as daemon:
+        pass
     lines = daemon.stderr.splitlines()
 
     assert all(" ERROR " in line or " ready in " in line for line in lines)

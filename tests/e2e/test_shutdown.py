@@ -143,10 +143,9 @@ def test_under_load(start: Start, repository: Path) -> None:
     daemon.check_stderr()
 
 
-def test_second_signal(start: Start, repository: Path, tmp_path: Path) -> None:
+def test_second_signal(repository: Path, tmp_path: Path) -> None:
     """A second signal does not wait for what runs."""
-    daemon = start(repository, "--grpc-address", f"unix:{tmp_path}/a.sock")
-    with Client(daemon.grpc) as client:
+    with Daemon(repository, cwd=tmp_path) as daemon, Client(daemon.grpc) as client:
         running = long_call(client, 30 * SECOND)
         wait_accepted(daemon)
         daemon.signal()
@@ -178,10 +177,11 @@ def test_drain_timeout(start: Start, repository: Path) -> None:
     daemon.check_stderr()
 
 
-def test_idle(start: Start, repository: Path, tmp_path: Path) -> None:
+def test_idle(repository: Path, tmp_path: Path) -> None:
     """Without anything to do SIGINT ends it at once, and cleans up."""
-    daemon = start(repository, "--grpc-address", f"unix:{tmp_path}/a.sock")
-    with Client(daemon.grpc) as client:
+    address = ("--grpc-address", f"unix:{tmp_path}/a.sock")
+    daemon = Daemon(repository, *address, cwd=tmp_path)
+    with daemon, Client(daemon.grpc) as client:
         client.infer("probe", x=ones())
         started = time.monotonic()
         daemon.signal(signal.SIGINT)
