@@ -12,8 +12,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from .client import Client
-from .daemon import Daemon
-from .repository import write_zoo
+from .daemon import Daemon, eventually
+from .repository import write_timed, write_zoo
 
 Start = Callable[..., Daemon]
 
@@ -31,8 +31,44 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def timed_process(
+    transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Daemon]:
+    """The daemon of `timed`, started early: it warms up for seconds, mostly asleep."""
+    root = write_timed(tmp_path_factory.mktemp("timed"))
+    process = Daemon(root, "--transport", transport, cwd=root, ready=False)
+    try:
+        yield process
+        if process.addresses:
+            process.stop()
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def timed(timed_process: Daemon) -> Daemon:
+    """The daemon that serves models of known run times."""
+    timed_process.wait_ready()
+    return timed_process
+
+
+@pytest.fixture
+def caller(timed: Daemon) -> Iterator[Client]:
+    """A client of `timed`; afterwards nothing of its calls is left in the daemon."""
+    with Client(timed.grpc) as connected:
+        yield connected
+    eventually(lambda: timed.in_flight_bytes() == 0, what="all bytes are given back")
+    pending = timed.metrics("nv_inference_pending_request_count")
+    assert set(pending.values()) == {0}
+    timed.check_stderr()
+
+
+@pytest.fixture(scope="session")
 def daemon(
-    transport: str, zoo: Path, tmp_path_factory: pytest.TempPathFactory
+    transport: str,
+    zoo: Path,
+    timed_process: Daemon,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Daemon]:
     """The daemon that serves the zoo; stopped by SIGTERM in the end."""
     cwd = tmp_path_factory.mktemp("daemon")

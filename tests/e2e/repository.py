@@ -47,6 +47,27 @@ def window(max_batch: int, delay_ms: int = 2000, more: str = "") -> str:
     )
 
 
+BUSY_S = 0.5
+"""A run of the models `limited`, `fixed` and `unlimited`."""
+
+
+def write_timed(root: Path) -> Path:
+    """A repository of models whose run times are known, with queues of every kind."""
+    two, few = "[slots]\ncount = 2\n", "[batching]\nmax_queue = 2\n"
+    write_fake(root, "instant", 0)
+    write_fake(root, "two_ms", 2, max_batch=16)
+    write_fake(root, "fours", 50, max_batch=4)
+    write_fake(root, "nap", 100, max_batch=1)
+    write_fake(root, "two_slots", 100, max_batch=1, toml=two)
+    write_fake(root, "small", 200, max_batch=1, toml=few)
+    write(root, "delay10", models.probe(), window(64, 10))
+    limit = "[batching]\ntimeout_ms = 300\n"
+    fixed = limit + "allow_timeout_override = false\n"
+    for name, knobs in (("limited", limit), ("fixed", fixed), ("unlimited", "")):
+        write_fake(root, name, BUSY_S * 1000, max_batch=1, toml=knobs)
+    return root
+
+
 def axes(name: str, body: str) -> str:
     """The table of an axis."""
     return f"[axes.{name}]\n{body}\n"

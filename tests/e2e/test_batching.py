@@ -91,13 +91,13 @@ def test_large_requests_are_split(client: Client, count: int) -> None:
 
 def test_parts_share_batches_with_others(client: Client) -> None:
     """The rest of a split request shares its run with the next caller's rows."""
-    large = client.start("probe4", x=rows(6))
-    small = client.start("probe4", x=rows(2, 100))
+    large = client.start("probe8", x=rows(12))
+    small = client.start("probe8", x=rows(4, 100))
 
-    assert result(large)["y"].tolist() == (2 * rows(6)).tolist()
-    assert result(large)["n"].tolist() == [[4]] * 6
-    assert result(small)["y"].tolist() == (2 * rows(2, 100)).tolist()
-    assert result(small)["n"].tolist() == [[4]] * 2
+    assert result(large)["y"].tolist() == (2 * rows(12)).tolist()
+    assert result(large)["n"].tolist() == [[8]] * 12
+    assert result(small)["y"].tolist() == (2 * rows(4, 100)).tolist()
+    assert result(small)["n"].tolist() == [[8]] * 4
 
 
 def test_large_requests_are_refused_where_configured(client: Client) -> None:

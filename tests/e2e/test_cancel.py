@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 
 import grpc
-import models
 import numpy as np
-import pytest
 
 from .client import Call, Client, ones, result
 from .daemon import Daemon, eventually
-from .repository import window, write, write_fake
 
 CANCELLED = grpc.StatusCode.CANCELLED
 DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
 OK = grpc.StatusCode.OK
-
-
-@pytest.fixture(scope="module")
-def quick(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon with models whose run times are known."""
-    root = tmp_path_factory.mktemp("cancel")
-    write_fake(root, "two_ms", 2, max_batch=16)
-    slots = "[slots]\ncount = 2\n"
-    write_fake(root, "two_slots", 100, max_batch=1, toml=slots)
-    write_fake(root, "fours", 50, max_batch=4)
-    write(root, "delay10", models.probe(), window(64, 10))
-    with Daemon(root, "--transport", transport, cwd=root) as running:
-        yield running
-
-
-@pytest.fixture
-def caller(quick: Daemon) -> Iterator[Client]:
-    """A client of that daemon; afterwards nothing is left of its calls."""
-    with Client(quick.grpc) as connected:
-        yield connected
-    eventually(lambda: quick.in_flight_bytes() == 0, what="all bytes are given back")
-    for model in ("two_ms", "two_slots", "fours", "delay10"):
-        assert quick.waiting(model) == 0
-    quick.check_stderr()
 
 
 def values(calls: list[Call]) -> list[float]:
@@ -66,7 +38,7 @@ def test_cancel_one_of_three(client: Client) -> None:
     assert [result(call)["n"][0, 0] for call in two] == [8, 8]
 
 
-def test_storm(caller: Client, quick: Daemon) -> None:
+def test_storm(caller: Client, timed: Daemon) -> None:
     """Thousands of calls, a third of them cancelled at random: no other one is lost."""
     chance = random.Random(5)
     before = caller.books("two_ms")
@@ -87,7 +59,7 @@ def test_storm(caller: Client, quick: Daemon) -> None:
             kept[-1][1].result()  # do not run too far ahead of the daemon
     answers = values([call for _, call in kept])
     ended = [call.code() for call in cancelled]
-    eventually(lambda: quick.waiting("two_ms") == 0)
+    eventually(lambda: timed.waiting("two_ms") == 0)
     books = caller.books("two_ms") - before
 
     assert answers == [i for i, _ in kept]
@@ -136,13 +108,13 @@ def test_slots_are_not_released_twice(caller: Client) -> None:
     assert 0.39 < took_s < 0.75  # one at a time would take 0.8 s
 
 
-def test_cancel_parts_of_a_split_request(caller: Client, quick: Daemon) -> None:
+def test_cancel_parts_of_a_split_request(caller: Client, timed: Daemon) -> None:
     """A split request whose caller leaves takes all its parts with it."""
     before = caller.books("two_slots")
     large = caller.start("two_slots", x=ones(20))
-    eventually(lambda: quick.waiting("two_slots") > 10)
+    eventually(lambda: timed.waiting("two_slots") > 10)
     large.cancel()
-    eventually(lambda: quick.waiting("two_slots") == 0, 1)
+    eventually(lambda: timed.waiting("two_slots") == 0, 1)
     answer = caller.infer("two_slots", x=ones(1, 3))
     books = caller.books("two_slots") - before
 
@@ -152,14 +124,14 @@ def test_cancel_parts_of_a_split_request(caller: Client, quick: Daemon) -> None:
     assert books.runs < 10
 
 
-def test_a_connection_that_breaks(caller: Client, quick: Daemon) -> None:
+def test_a_connection_that_breaks(caller: Client, timed: Daemon) -> None:
     """A client that goes with all its calls leaves nothing behind."""
     before = caller.books("two_slots")
-    other = Client(quick.grpc)
+    other = Client(timed.grpc)
     calls = [other.start("two_slots", x=ones(1, i)) for i in range(20)]
-    eventually(lambda: quick.waiting("two_slots") > 10)
+    eventually(lambda: timed.waiting("two_slots") > 10)
     other.channel.close()
-    eventually(lambda: quick.waiting("two_slots") == 0, 1)
+    eventually(lambda: timed.waiting("two_slots") == 0, 1)
     ended = {call.code() for call in calls}
     books = caller.books("two_slots") - before
 

@@ -68,7 +68,7 @@ def test_metrics_under_load(daemon: Daemon, client: Client) -> None:
     thread = threading.Thread(target=load)
     thread.start()
     try:
-        pages: list[Metrics] = [daemon.metrics() for _ in range(5)]
+        pages: list[Metrics] = [daemon.metrics() for _ in range(3)]
     finally:
         stop.set()
         thread.join()

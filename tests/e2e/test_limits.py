@@ -118,7 +118,7 @@ def test_memory_returns(caller: Client, small: Daemon) -> None:
     for _ in range(2):
         burst()
     before = small.rss_kib()
-    for _ in range(4):
+    for _ in range(3):
         burst()
 
     assert small.rss_kib() < before + 3 * LIMIT_MIB * 1024

@@ -114,7 +114,7 @@ def test_not_ready_before_all_is_loaded(transport: str, tmp_path: Path) -> None:
     root = tmp_path / "models"
     write(root, "a_quick", models.probe())
     for name in ("b_slow", "c_slow"):
-        write_fake(root, name, 400, max_batch=1)
+        write_fake(root, name, 250, max_batch=1)
     port = free_port()
     addresses = ("--grpc-address", f"127.0.0.1:{port}")
     addresses += ("--http-address", f"127.0.0.1:{free_port()}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import repeat
 from queue import SimpleQueue
 from typing import Any, Self
@@ -18,31 +17,9 @@ from tritonclient.grpc import service_pb2 as pb
 
 from .client import Client, assert_refused, decode, ones, request, result
 from .daemon import Daemon, eventually
-from .repository import write_fake
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 Answer = pb.ModelStreamInferResponse
-
-
-@pytest.fixture(scope="module")
-def naps(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon with slow models."""
-    root = tmp_path_factory.mktemp("streams")
-    write_fake(root, "nap", 100, max_batch=1)
-    write_fake(root, "small", 100, max_batch=1, toml="[batching]\nmax_queue = 2")
-    write_fake(root, "quick", 0)
-    with Daemon(root, "--transport", transport, cwd=root) as running:
-        yield running
-
-
-@pytest.fixture
-def caller(naps: Daemon) -> Iterator[Client]:
-    """A client of that daemon; afterwards nothing is left in it."""
-    with Client(naps.grpc) as connected:
-        yield connected
-    eventually(lambda: naps.in_flight_bytes() == 0, what="streams give all back")
-    assert naps.waiting("nap") == naps.waiting("small") == 0
-    naps.check_stderr()
 
 
 class Stream:
@@ -231,23 +208,23 @@ def test_tritonclient_stream(daemon: Daemon) -> None:
     assert "nope" in bad.message()
 
 
-def test_cancelled_streams_leave_nothing(caller: Client, naps: Daemon) -> None:
+def test_cancelled_streams_leave_nothing(caller: Client, timed: Daemon) -> None:
     """A cancelled stream takes its queued requests with it, others go on (B037)."""
     with Stream(caller, timeout=20) as other:
-        other.send("quick", x=ones(1, 7))
+        other.send("instant", x=ones(1, 7))
         assert first(other.receive()) == 7
-        files = naps.open_files()
+        files = timed.open_files()
         for _ in range(5):
             before = caller.books("nap")
-            with Client(naps.grpc) as leaving, Stream(leaving) as stream:
+            with Client(timed.grpc) as leaving, Stream(leaving) as stream:
                 for i in range(20):
                     stream.send("nap", x=ones(1, i))
                 stream.receive()
-            eventually(lambda: naps.waiting("nap") == 0, 1)
+            eventually(lambda: timed.waiting("nap") == 0, 1)
             assert (caller.books("nap") - before).failures >= 15
-            other.send("quick", x=ones(1, 7), id="other")
+            other.send("instant", x=ones(1, 7), id="other")
             assert first(other.receive()) == 7
-        eventually(lambda: naps.open_files() <= files, what="files are closed")
+        eventually(lambda: timed.open_files() <= files, what="files are closed")
 
 
 KILLED = """
@@ -266,41 +243,41 @@ for answer in stub.ModelStreamInfer(requests()):
 """
 
 
-def test_killed_clients(caller: Client, naps: Daemon) -> None:
+def test_killed_clients(caller: Client, timed: Daemon) -> None:
     """A client that dies in the middle of its stream does no harm (B037)."""
-    assert caller.infer("quick", x=ones(1, 1))["y"][0, 0] == 1
-    files = naps.open_files()
-    command = [sys.executable, "-c", KILLED, naps.grpc]
+    assert caller.infer("instant", x=ones(1, 1))["y"][0, 0] == 1
+    files = timed.open_files()
+    command = [sys.executable, "-c", KILLED, timed.grpc]
     for _ in range(2):
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "answered\n"
             process.send_signal(signal.SIGKILL)
-        eventually(lambda: naps.waiting("nap") == 0, 1)
+        eventually(lambda: timed.waiting("nap") == 0, 1)
 
-    assert caller.infer("quick", x=ones(1, 2))["y"][0, 0] == 2
-    eventually(lambda: naps.open_files() <= files, what="files are closed")
+    assert caller.infer("instant", x=ones(1, 2))["y"][0, 0] == 2
+    eventually(lambda: timed.open_files() <= files, what="files are closed")
 
 
-def test_a_flooding_sender_is_held_back(caller: Client, naps: Daemon) -> None:
+def test_a_flooding_sender_is_held_back(caller: Client, timed: Daemon) -> None:
     """However many requests one stream sends, a bounded number is in the daemon."""
     message = request("nap", x=ones())
-    with Client(naps.grpc) as flooding:
+    with Client(timed.grpc) as flooding:
         call = flooding.stub.ModelStreamInfer(repeat(message, 5000), timeout=20)
         assert next(call).error_message == ""
-        eventually(lambda: naps.waiting("nap") > 900)
+        eventually(lambda: timed.waiting("nap") > 900)
         assert next(call).error_message == ""  # time for more to come in
-        waiting = naps.waiting("nap")
+        waiting = timed.waiting("nap")
         call.cancel()
 
     assert waiting <= 1024
-    eventually(lambda: naps.waiting("nap") == 0, 1)
+    eventually(lambda: timed.waiting("nap") == 0, 1)
 
 
-def test_deadline_of_a_stream(caller: Client, naps: Daemon) -> None:
+def test_deadline_of_a_stream(caller: Client, timed: Daemon) -> None:
     """A stream's deadline ends it, and what it left in the queue goes with it."""
     with Stream(caller, timeout=0.3) as stream:
         for i in range(20):
             stream.send("nap", x=ones(1, i))
         assert_refused(lambda: list(stream.call), grpc.StatusCode.DEADLINE_EXCEEDED)
-    eventually(lambda: naps.waiting("nap") == 0, 1)
+    eventually(lambda: timed.waiting("nap") == 0, 1)
