@@ -72,12 +72,13 @@ def test_clients_cannot_forge_lines(start: Start, repository: Path) -> None:
     assert "\x1b" not in daemon.stderr
 
 
-def test_json(start: Start, repository: Path) -> None:
+def test_json(repository: Path, tmp_path: Path) -> None:
     """In JSON mode every line is an object with time, level, logger and message."""
-    daemon = start(repository, "--log-format", "json", "--log-level", "debug")
-    with Client(daemon.grpc) as client:
-        provoke(client)
-    daemon.stop()
+    flags = ("--log-format", "json", "--log-level", "debug")
+    with Daemon(repository, *flags, cwd=tmp_path) as daemon:
+        with Client(daemon.grpc) as client:
+            provoke(client)
+        daemon.stop()
     records = [json.loads(line) for line in daemon.stderr.splitlines()]
     messages = [record["message"] for record in records]
 

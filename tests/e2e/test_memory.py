@@ -14,12 +14,12 @@ import pytest
 
 from .client import Client, ones, request
 from .conftest import Start
-from .daemon import eventually
+from .daemon import Daemon, eventually
 from .repository import window, write
 
 SHAPES = 2000
 WARM = 4_000
-TOTAL = 8_000
+TOTAL = 7_000
 IN_FLIGHT = 200
 
 
@@ -52,7 +52,7 @@ def test_many_shapes(start: Start, tmp_path: Path) -> None:
     """Requests of 2,000 shapes: resident memory is flat once most were seen twice.
 
     Few of these requests share a run, so a second sees some 1,000: 100,000 of them on
-    both transports would double the suite, and a leak of 1.5 kB shows with 4,000.
+    both transports would double the suite, and a leak of 2 kB shows with 3,000.
     """
     model = write(tmp_path / "models", "id_fp32", models.identity("fp32"))
     chance = random.Random(3)
@@ -79,12 +79,11 @@ def test_many_shapes(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_requests_that_end_badly(start: Start, tmp_path: Path) -> None:
+def test_requests_that_end_badly(tmp_path: Path) -> None:
     """Failed, refused and timed-out requests leave no memory behind (B073, B075)."""
     write(tmp_path / "models", "emb", models.emb())
     small = window(2, 1000, "max_queue = 2\ntimeout_ms = 5")
     write(tmp_path / "models", "small", models.probe(), small)
-    daemon = start(tmp_path / "models")
     poison = request("emb", ids=np.array([[99]])).SerializeToString()
     wrong = request("emb", ids=np.zeros((1, 100_000), np.int64)).SerializeToString()
     waits = [
@@ -105,18 +104,18 @@ def test_requests_that_end_badly(start: Start, tmp_path: Path) -> None:
                 flood.send(wrong)
         flood.finish()
 
-    with Client(daemon.grpc) as client:
-        flood = Flood(client)
-        rounds(150)
-        before = daemon.rss_kib()
-        rounds(450)
-        after = daemon.rss_kib()
+    with Daemon(tmp_path / "models", cwd=tmp_path) as daemon:
+        with Client(daemon.grpc) as client:
+            flood = Flood(client)
+            rounds(150)
+            before = daemon.rss_kib()
+            rounds(450)
+            after = daemon.rss_kib()
 
-    assert grpc.StatusCode.OK in flood.codes  # pairs of `small` that were in time
-    assert flood.codes[grpc.StatusCode.INTERNAL] == 600
-    assert flood.codes[grpc.StatusCode.NOT_FOUND] == 600
-    assert flood.codes[grpc.StatusCode.INVALID_ARGUMENT] == 60
-    assert after < before * 1.05 + 2000
-    eventually(lambda: daemon.in_flight_bytes() == 0)
-    assert daemon.waiting("small") == daemon.waiting("emb") == 0
-    daemon.stop()
+        assert grpc.StatusCode.OK in flood.codes  # pairs of `small` that were in time
+        assert flood.codes[grpc.StatusCode.INTERNAL] == 600
+        assert flood.codes[grpc.StatusCode.NOT_FOUND] == 600
+        assert flood.codes[grpc.StatusCode.INVALID_ARGUMENT] == 60
+        assert after < before * 1.05 + 2000
+        eventually(lambda: daemon.in_flight_bytes() == 0)
+        assert daemon.waiting("small") == daemon.waiting("emb") == 0

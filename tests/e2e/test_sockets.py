@@ -220,8 +220,11 @@ def test_paths_of_others_are_left_alone(model: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen()
-        on_socket = refused(tmp_path, model, *options, f"unix:{path}")
-        on_file = refused(tmp_path, model, *options, f"unix:{file}")
+        with ThreadPoolExecutor(2) as pool:
+            on_socket, on_file = pool.map(
+                lambda path: refused(tmp_path, model, *options, f"unix:{path}"),
+                (path, file),
+            )
 
         assert "another server listens there" in on_socket
         assert path.is_socket()

@@ -305,9 +305,13 @@ def test_the_highest_version(tmp_path: Path) -> None:
 def test_other_addresses_are_warned_of(model: Path, tmp_path: Path) -> None:
     """native on an address that others can reach warns; auto takes grpcio there."""
     everywhere = ("--grpc-address", "0.0.0.0:0", "--log-level", "warning")
-    with Daemon(model, *everywhere, "--transport", "native", cwd=tmp_path) as native:
-        pass
-    with Daemon(model, *everywhere, cwd=tmp_path) as auto:
+    with (
+        Daemon(
+            model, *everywhere, "--transport", "native", cwd=tmp_path, ready=False
+        ) as native,
+        Daemon(model, *everywhere, cwd=tmp_path) as auto,
+    ):
+        native.wait_ready()
         port = auto.grpc.rpartition(":")[2]
         with Client(f"127.0.0.1:{port}") as client:
             assert client.infer("probe", x=ones())["y"][0, 0] == 2
