@@ -20,11 +20,13 @@ from engines.errors import (
     EngineRunError,
 )
 from engines.fake import FakeEngine, FakeOptions
-from engines.slot import Completion, Slot, Staging
+from engines.slot import Arrays, Cell, Completion, Slot, Staging
 from engines.tensors import DTYPES, TensorSpec
 
 __all__ = [
     "DTYPES",
+    "Arrays",
+    "Cell",
     "Completion",
     "Engine",
     "EngineDeadError",

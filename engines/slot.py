@@ -14,8 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import is_
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,43 @@ from engines.errors import EngineDeadError, EngineError, EngineRunError
 from engines.tensors import Shape, TensorSpec, element_count
 
 STAGINGS: Final = 3
+_MAX_KNOWN: Final = 64  # cells whose arrays a staging keeps
+
+
+class Cell:
+    """The shapes of one kind of batch.
+
+    Compared by identity: keep one for each kind, since stagings keep what they make for
+    it.
+
+    Args:
+        inputs: per input, the shape of the whole batch.
+        outputs: per output, the same; None where it is not known beforehand.
+    """
+
+    __slots__ = ("inputs", "outputs")
+
+    def __init__(
+        self, inputs: Sequence[Shape], outputs: Sequence[Shape | None]
+    ) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+
+
+class Arrays:
+    """The buffers of a staging, seen in the shapes of one cell.
+
+    Attributes:
+        inputs, outputs: what a context executes.
+        derived: for the owner of the slot, to keep what it has made of `outputs`.
+    """
+
+    __slots__ = ("derived", "inputs", "outputs")
+
+    def __init__(self, inputs: list[Array], outputs: list[Array | None]) -> None:
+        self.inputs = inputs
+        self.outputs = outputs
+        self.derived: Any = None
 
 
 class Staging:
@@ -35,7 +73,15 @@ class Staging:
         objects: per BYTES input the array of Python bytes to run, else None.
     """
 
-    __slots__ = ("_specs_in", "_specs_out", "index", "inputs", "objects", "outputs")
+    __slots__ = (
+        "_known",
+        "_specs_in",
+        "_specs_out",
+        "index",
+        "inputs",
+        "objects",
+        "outputs",
+    )
 
     def __init__(
         self, index: int, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
@@ -46,10 +92,31 @@ class Staging:
         self.inputs = [memoryview(bytearray()) for _ in inputs]
         self.outputs = [memoryview(bytearray()) for _ in outputs]
         self.objects: list[Array | None] = [None] * len(inputs)
+        self._known: dict[Cell, Arrays] = {}
+
+    def arrays(self, cell: Cell) -> Arrays:
+        """The buffers in the shapes of `cell`, made larger where they must be.
+
+        Raises:
+            MemoryError, ValueError: a shape that no memory holds.
+        """
+        known = self._known.get(cell)
+        if known is not None:
+            return known
+        made = Arrays(
+            [self.input_array(i, shape) for i, shape in enumerate(cell.inputs)],
+            [self.output_array(i, shape) for i, shape in enumerate(cell.outputs)],
+        )
+        if all(spec.dtype != "BYTES" for spec in self._specs_in):
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[cell] = made
+        return made
 
     def reserve_input(self, position: int, size: int) -> memoryview:
         """The byte view of input `position`, at least `size` bytes long."""
         if len(self.inputs[position]) < size:
+            self._known.clear()
             self.inputs[position] = _buffer(size)
         return self.inputs[position]
 
@@ -70,6 +137,7 @@ class Staging:
             return None
         count = element_count(shape)
         if len(self.outputs[position]) < count * spec.itemsize:
+            self._known.clear()
             self.outputs[position] = _buffer(count * spec.itemsize)
         array = np.frombuffer(self.outputs[position], spec.numpy, count)
         return array.reshape(shape)
@@ -86,12 +154,15 @@ class Completion(NamedTuple):
     Attributes:
         staging: whose buffers hold the outputs; free it with `Slot.release`.
         outputs: one array per output, valid until the release (empty after an error).
+        arrays: those of the run if `outputs` are its own, so that what was `derived`
+            from them still holds; else None.
         error: why it failed, or None.
         started_ns, ended_ns: of the run, on `time.monotonic_ns`.
     """
 
     staging: Staging
     outputs: list[Array]
+    arrays: Arrays | None
     error: EngineError | None
     started_ns: int
     ended_ns: int
@@ -132,29 +203,25 @@ class Slot:
         """Gives a staging back once its outputs were read."""
         self._free.append(staging)
 
-    def start(
-        self,
-        staging: Staging,
-        input_shapes: Sequence[Shape],
-        output_shapes: Sequence[Shape | None],
-    ) -> None:
+    def start(self, staging: Staging, cell: Cell) -> None:
         """Rings the engine side: run what lies in `staging`, after what runs now."""
         # The arrays are made here, so that nothing but the run itself is left to do
         # between two runs.
         try:
-            inputs = [staging.input_array(i, s) for i, s in enumerate(input_shapes)]
-            outputs = [staging.output_array(i, s) for i, s in enumerate(output_shapes)]
+            arrays = staging.arrays(cell)
         except (MemoryError, ValueError) as error:  # a shape that no memory holds
             self.fail(staging, error)
         else:
-            self._start.put(_Run(staging, inputs, outputs))
+            self._start.put(_Run(staging, arrays))
 
     def fail(self, staging: Staging, cause: Exception) -> None:
         """Lets the run of `staging` fail in its turn: its inputs cannot be filled."""
-        self._start.put(_Run(staging, [], [], _run_error(cause)))
+        self._start.put(_Run(staging, Arrays([], []), _run_error(cause)))
 
-    def completions(self) -> list[Completion]:
+    def completions(self) -> Sequence[Completion]:
         """What has ended since the last call, in order."""
+        if not self._done:
+            return ()
         done = []
         while self._done:
             done.append(self._done.popleft())
@@ -173,16 +240,19 @@ class Slot:
             self._on_done()
 
     def _execute(self, run: _Run) -> Completion:
-        staging = run.staging
+        arrays = run.arrays
         started_ns = time.monotonic_ns()
         error: EngineError | None = None
         outputs: list[Array] = []
+        kept: Arrays | None = None
         try:
             if self.dead is not None:
                 raise self.dead
             if run.error is not None:
                 raise run.error
-            outputs = self._context.execute(run.inputs, run.outputs)
+            outputs = self._context.execute(arrays.inputs, arrays.outputs)
+            if all(map(is_, outputs, arrays.outputs)):
+                kept = arrays
         except EngineDeadError as dead:
             self.dead = error = dead
         except EngineError as failed:
@@ -190,13 +260,12 @@ class Slot:
         except Exception as bug:  # a back end must not take its slot with it
             error = _run_error(bug)
         ended_ns = time.monotonic_ns()
-        return Completion(staging, outputs, error, started_ns, ended_ns)
+        return Completion(run.staging, outputs, kept, error, started_ns, ended_ns)
 
 
 class _Run(NamedTuple):
     staging: Staging
-    inputs: list[Array]
-    outputs: list[Array | None]
+    arrays: Arrays
     error: EngineRunError | None = None  # why it cannot even be tried
 
 

@@ -16,22 +16,24 @@ _CLAMP: Final = 5.0  # a run this many times slower than the mean is an outlier
 class CostRow:
     """Run time by rung, with interpolation between the rungs that were measured."""
 
-    __slots__ = ("_mean", "_rungs")
+    __slots__ = ("_means", "_rungs")
 
     def __init__(self) -> None:
-        self._mean: dict[int, float] = {}
-        self._rungs: list[int] = []
+        self._rungs: list[int] = []  # ascending
+        self._means: list[float] = []  # of the rung at the same place
 
     def record(self, rung: int, run_ns: int) -> None:
         """Takes in one run of `rung` rows that lasted `run_ns`."""
-        mean = self._mean.get(rung)
-        if mean is None:
-            self._mean[rung] = max(float(run_ns), 1.0)  # 0 would clamp all that follows
-            self._rungs.insert(bisect_left(self._rungs, rung), rung)
+        rungs = self._rungs
+        at = bisect_left(rungs, rung)
+        if at == len(rungs) or rungs[at] != rung:
+            rungs.insert(at, rung)
+            # 0 would clamp all that follows.
+            self._means.insert(at, max(float(run_ns), 1.0))
             return
         # An outlier (a page fault, a stolen core) moves the mean, but not by all of it.
-        sample = min(float(run_ns), mean * _CLAMP)
-        self._mean[rung] = mean + (sample - mean) * _WEIGHT
+        mean = self._means[at]
+        self._means[at] = mean + (min(run_ns, mean * _CLAMP) - mean) * _WEIGHT
 
     def estimate_ns(self, rung: int) -> int | None:
         """Predicted run time of `rung` rows, or None when nothing was measured.
@@ -41,16 +43,16 @@ class CostRow:
         rungs = self._rungs
         if not rungs:
             return None
-        mean = self._mean
+        means = self._means
         at = bisect_left(rungs, rung)
         if at < len(rungs) and rungs[at] == rung:
-            value = mean[rung]
+            value = means[at]
         elif at == 0:
-            value = mean[rungs[0]]  # nothing smaller: its cost is an upper bound
+            value = means[0]  # nothing smaller: its cost is an upper bound
         elif at == len(rungs):
-            value = mean[rungs[-1]] * rung / rungs[-1]
+            value = means[-1] * rung / rungs[-1]
         else:
             low, high = rungs[at - 1], rungs[at]
             share = (rung - low) / (high - low)
-            value = mean[low] + (mean[high] - mean[low]) * share
-        return int(max([value, *(mean[smaller] for smaller in rungs[:at])]))
+            value = means[at - 1] + (means[at] - means[at - 1]) * share
+        return int(max(value, max(means[:at], default=0.0)))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from batcher.errors import BatcherError
 from batcher.scheduling.request import Batch, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """Run `batch` on `slot` (an index), behind what that slot runs already."""
 
     slot: int
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(NamedTuple):
     """Answer `request` with `error`; it never runs (or runs no more)."""
 
     request: Request

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from batcher.scheduling.request import NEVER, Group
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Run the head of `group` now: the longest prefix of at most `max_rows` rows."""
 
     group: Group
     max_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(NamedTuple):
     """Run nothing yet; ask again at `until_ns`, or when something changes."""
 
     until_ns: int

@@ -207,7 +207,11 @@ class Scheduler:
         if self._expiries and self._expiries[0][0] <= now_ns:
             self._expire(now_ns)
         decisions: list[Decision] = []
-        while (dispatch := self._next_dispatch(now_ns)) is not None:
+        self._wakeup_ns = NEVER
+        while self._active or self._retries:
+            dispatch = self._next_dispatch(now_ns)
+            if dispatch is None:
+                break
             decisions.append(dispatch)
         if not self.waiting:
             self._expiries.clear()  # all of requests that left the queue in time
@@ -226,9 +230,6 @@ class Scheduler:
 
     def _next_dispatch(self, now_ns: int) -> Dispatch | None:
         """The next batch and its slot, if it is time for one."""
-        self._wakeup_ns = NEVER
-        if not self._active and not self._retries:
-            return None
         slot = self._available_slot(now_ns)
         if slot is None:
             return None
@@ -278,11 +279,12 @@ class Scheduler:
         group = choice.group
         if early and not group.full:
             return None
+        waiting_rows = group.rows
         requests = group.take(choice.max_rows)
         self.waiting -= len(requests)
         if not group.requests:
             del self._active[group]
-        return _batch(requests)
+        return Batch(group, requests, waiting_rows - group.rows)
 
     def _next_retry(self, now_ns: int) -> Batch | None:
         """The next half of a failed batch; what has passed its deadline goes."""

@@ -13,6 +13,7 @@ from batcher.rpc.header import InferPlan
 from batcher.rpc.request import Shape
 from batcher.serving.request import InferRequest
 from batcher.serving.shapes import ModelShapes
+from engines import Completion
 
 Layout = tuple[tuple[bytes, int], ...]
 """Per wanted output: what stands before its bytes in the answer, and its index."""
@@ -125,6 +126,23 @@ class BatchOutputs:
             plan.meta.clear()
         layout = plan.meta[self.tails] = tuple(pieces)
         return layout
+
+
+def batch_outputs(
+    completion: Completion, rung: int, shapes: ModelShapes
+) -> BatchOutputs:
+    """The outputs of a run; the same object where the slot's buffers are used again.
+
+    Raises:
+        EngineFailure: an output has other rows than the batch.
+    """
+    arrays = completion.arrays
+    if arrays is None:
+        return BatchOutputs(completion.outputs, rung, shapes)
+    if arrays.derived is None:
+        arrays.derived = BatchOutputs(completion.outputs, rung, shapes)
+    known: BatchOutputs = arrays.derived
+    return known
 
 
 def encode(

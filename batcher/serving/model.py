@@ -13,12 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from batcher.config import ModelConfig
-from batcher.errors import (
-    BatcherError,
-    EngineFailure,
-    ModelNotReady,
-    QueueFull,
-)
+from batcher.errors import BatcherError, EngineFailure, ModelNotReady, QueueFull
 from batcher.rpc import messages, response
 from batcher.rpc.header import InferPlan
 from batcher.rpc.request import ParsedRequest
@@ -26,7 +21,14 @@ from batcher.rpc.signature import ModelSignature
 from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Reply
 from batcher.scheduling import NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
-from batcher.serving.answer import BatchOutputs, Layout, encode, joined, too_large
+from batcher.serving.answer import (
+    BatchOutputs,
+    Layout,
+    batch_outputs,
+    encode,
+    joined,
+    too_large,
+)
 from batcher.serving.budget import Budget
 from batcher.serving.describe import config_message
 from batcher.serving.gather import gather
@@ -191,10 +193,13 @@ class Model:
 
     def turn(self, now_ns: int) -> None:
         """Does everything that is to be done now; sets `wakeup_ns`."""
+        answered = False
         for index, slot in enumerate(self._slots):
             for completion in slot.completions():
                 self._completed(index, slot, completion, now_ns)
-        self._poll(now_ns)
+                answered = True
+        if not answered:  # else it has polled
+            self._poll(now_ns)
         self.wakeup_ns = self.scheduler.next_wakeup_ns()
 
     def _poll(self, now_ns: int) -> None:
@@ -213,14 +218,12 @@ class Model:
             gather(batch, staging, self.shapes)
         except Exception as error:  # out of memory; or a fault of ours in one request
             fault = error
-        fit = batch.requests[0].plan.fit.group  # type: ignore[attr-defined]
-        gathered_ns = time.monotonic_ns() - begin_ns
-        self._running[index].append((batch, begin_ns, gathered_ns))
-        rung = batch.rung
+        self._running[index].append((batch, begin_ns, time.monotonic_ns() - begin_ns))
         if fault is not None:
             slot.fail(staging, fault)
         else:
-            slot.start(staging, fit.input_shapes(rung), fit.output_shapes(rung))
+            fit = batch.requests[0].plan.fit.group  # type: ignore[attr-defined]
+            slot.start(staging, fit.cell(batch.rung))
 
     def _completed(
         self, index: int, slot: Slot, completion: Completion, now_ns: int
@@ -234,7 +237,7 @@ class Model:
             )
         else:
             try:
-                outputs = BatchOutputs(completion.outputs, batch.rung, self.shapes)
+                outputs = batch_outputs(completion, batch.rung, self.shapes)
             except BatcherError as wrong:
                 error = wrong
         dead = isinstance(completion.error, EngineDeadError)

@@ -17,7 +17,7 @@ import numpy as np
 from batcher.config import AxisConfig
 from batcher.errors import ConfigError, InvalidRequest
 from batcher.rpc.request import Shape
-from engines import TensorSpec
+from engines import Cell, TensorSpec
 
 MAX_OUTPUT_BYTES: Final = 2**31 - 1
 """What a gRPC message can hold at most."""
@@ -78,7 +78,7 @@ class GroupFit:
         out_tails: per output, the shape of one row, None where it is not known.
     """
 
-    __slots__ = ("_batched", "in_row_bytes", "in_tails", "out_tails")
+    __slots__ = ("_batched", "_cells", "in_row_bytes", "in_tails", "out_tails")
 
     def __init__(
         self,
@@ -91,18 +91,19 @@ class GroupFit:
         self.in_tails = in_tails
         self.in_row_bytes = in_row_bytes
         self.out_tails = out_tails
+        self._cells: dict[int, Cell] = {}
 
-    def input_shapes(self, rows: int) -> list[Shape]:
-        """Per input, the shape of a batch of `rows`."""
-        if not self._batched:
-            return list(self.in_tails)
-        return [(rows, *tail) for tail in self.in_tails]
-
-    def output_shapes(self, rows: int) -> list[Shape | None]:
-        """Per output, the shape of a batch of `rows`, None where it is not known."""
-        if not self._batched:
-            return list(self.out_tails)
-        return [None if tail is None else (rows, *tail) for tail in self.out_tails]
+    def cell(self, rung: int) -> Cell:
+        """The shapes of a batch of `rung` rows; always the same object."""
+        cell = self._cells.get(rung)
+        if cell is None:
+            ins: Sequence[Shape] = self.in_tails
+            outs: Sequence[Shape | None] = self.out_tails
+            if self._batched:
+                ins = [(rung, *tail) for tail in ins]
+                outs = [None if tail is None else (rung, *tail) for tail in outs]
+            cell = self._cells[rung] = Cell(ins, outs)
+        return cell
 
 
 class RequestFit:

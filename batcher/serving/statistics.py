@@ -7,7 +7,6 @@ Durations are nanoseconds. Names follow Triton's statistics (protocol notes §1.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -37,17 +36,19 @@ class Histogram:
     of counting them one by one.
     """
 
-    __slots__ = ("_counts", "_pending", "_sum_ns")
+    __slots__ = ("_counts", "_pending", "_size", "_sum_ns")
 
     def __init__(self) -> None:
         self._counts = np.zeros(len(LATENCY_BOUNDS_NS) + 1, np.int64)
         self._sum_ns = 0
-        self._pending: list[int] = []
+        self._pending: list[tuple[int, list[int]]] = []
+        self._size = 0  # durations in `_pending`
 
-    def add(self, durations_ns: Iterable[int]) -> None:
-        """Takes in some durations."""
-        self._pending.extend(durations_ns)
-        if len(self._pending) >= _FOLD_AT:
+    def add(self, end_ns: int, begins_ns: list[int]) -> None:
+        """Takes in durations that end at one instant; keeps the list for a while."""
+        self._pending.append((end_ns, begins_ns))
+        self._size += len(begins_ns)
+        if self._size >= _FOLD_AT:
             self._fold()
 
     def read(self) -> tuple[list[int], int]:
@@ -56,8 +57,10 @@ class Histogram:
         return self._counts.tolist(), self._sum_ns
 
     def _fold(self) -> None:
-        durations = np.array(self._pending, np.int64)
-        self._pending.clear()
+        pending = self._pending
+        durations = np.array([end - at for end, ats in pending for at in ats], np.int64)
+        pending.clear()
+        self._size = 0
         buckets = np.searchsorted(_BOUNDS, durations)
         self._counts += np.bincount(buckets, minlength=len(self._counts))
         self._sum_ns += int(durations.sum())
@@ -141,8 +144,8 @@ class ModelStatistics:
         self.input_ns += count * input_ns
         self.infer_ns += count * infer_ns
         self.output_ns += count * (ended_ns - output_begin_ns)
-        self.latency.add([ended_ns - at for at in arrivals_ns])
-        self.waiting.add([started_ns - at for at in arrivals_ns])
+        self.latency.add(ended_ns, arrivals_ns)
+        self.waiting.add(started_ns, arrivals_ns)
         self.last_ms = time.time_ns() // 1_000_000
 
     def run(

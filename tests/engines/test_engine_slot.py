@@ -14,6 +14,7 @@ import pytest
 
 import engines
 from engines import (
+    Cell,
     Completion,
     Engine,
     EngineDeadError,
@@ -80,14 +81,14 @@ class Lane:
         view = staging.reserve_input(0, values.nbytes)
         view[: values.nbytes] = values.tobytes()
         shape = (len(rows), 2)
-        self.slot.start(staging, [shape], [shape])
+        self.slot.start(staging, Cell([shape], [shape]))
         return staging
 
     def wait(self, runs: int = 1) -> list[Completion]:
         """The completions of this many runs."""
         for _ in range(runs):
             assert self.rung.acquire(timeout=30)
-        return self.slot.completions()
+        return list(self.slot.completions())
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_completions_are_handed_over_once(echo: Lane) -> None:
     echo.start(1)
 
     assert len(echo.wait()) == 1
-    assert echo.slot.completions() == []
+    assert not echo.slot.completions()
 
 
 def test_three_stagings_can_be_filled_at_once(echo: Lane) -> None:
@@ -223,7 +224,7 @@ def test_a_bug_in_a_back_end_does_not_take_its_slot_along() -> None:
 def test_a_shape_that_cannot_be_made_does_not_take_the_slot_along(echo: Lane) -> None:
     """Sizes that no memory holds fail their run, and the next one is fine."""
     staging = echo.slot.acquire()
-    echo.slot.start(staging, [(1 << 60, 2)], [None])
+    echo.slot.start(staging, Cell([(1 << 60, 2)], [None]))
     echo.start(7)
 
     failed, good = echo.wait(2)
@@ -309,7 +310,7 @@ def test_onnxruntime_writes_into_the_staging(tmp_path: Path) -> None:
     owner = lane.slot.acquire()
     owner.reserve_input(0, 16)[:16] = np.array([5, 6]).tobytes()
 
-    lane.slot.start(owner, [(2, 1)], [(2, 1)])
+    lane.slot.start(owner, Cell([(2, 1)], [(2, 1)]))
     (done,) = lane.wait()
     lane.slot.close()
 
@@ -324,8 +325,52 @@ def test_strings_run_from_their_objects(tmp_path: Path) -> None:
     owner = lane.slot.acquire()
     owner.objects[0] = np.array([[b"a", b""]], dtype=object)
 
-    lane.slot.start(owner, [(1, 2)], [(1, 2)])
+    lane.slot.start(owner, Cell([(1, 2)], [(1, 2)]))
     (done,) = lane.wait()
     lane.slot.close()
 
     assert done.outputs[0].tolist() == [[b"a", b""]]
+
+
+def test_a_staging_keeps_the_arrays_of_a_cell_until_a_buffer_grows() -> None:
+    """The same arrays for a cell; after a larger one, arrays of the new buffer."""
+    staging = Staging(0, [X], [Y])
+    small = Cell([(2, 2)], [(2, 2)])
+    before = staging.arrays(small)
+
+    assert staging.arrays(small) is before
+
+    large = staging.arrays(Cell([(8, 2)], [(8, 2)]))
+    after = staging.arrays(small)
+
+    assert after is not before
+    assert np.shares_memory(after.inputs[0], large.inputs[0])
+    assert after.outputs[0] is not None
+    assert large.outputs[0] is not None
+    assert np.shares_memory(after.outputs[0], large.outputs[0])
+
+
+def test_a_staging_keeps_the_arrays_of_some_cells_only() -> None:
+    """Thousands of kinds of batches leave no thousands of arrays behind."""
+    staging = Staging(0, [X], [Y])
+    for _ in range(1000):
+        staging.arrays(Cell([(1, 2)], [(1, 2)]))
+
+    assert len(staging._known) <= 64
+
+
+def test_a_completion_says_whether_outputs_are_the_slots_own(echo: Lane) -> None:
+    """Derived data may be kept only for arrays that are used again."""
+    staging = echo.start(1)
+    (own,) = echo.wait()
+
+    assert own.arrays is not None
+    assert own.outputs[0] is own.arrays.outputs[0]
+
+    echo.slot.release(staging)
+    staging = echo.slot.acquire()
+    staging.reserve_input(0, 16)
+    echo.slot.start(staging, Cell([(1, 2)], [None]))
+    (foreign,) = echo.wait()
+
+    assert foreign.arrays is None

@@ -40,6 +40,8 @@ MAY_PRINT = {
 
 ENGINES = [
     "DTYPES",
+    "Arrays",
+    "Cell",
     "Completion",
     "Engine",
     "EngineDeadError",

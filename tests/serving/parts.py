@@ -143,22 +143,15 @@ class Harness:
         requests: list[InferRequest] = batch.requests  # type: ignore[assignment]
         gather(batch, self.staging, self.shapes)
         fit = requests[0].plan.fit.group
-        inputs = [
-            self.staging.input_array(i, shape)
-            for i, shape in enumerate(fit.input_shapes(batch.rung))
-        ]
-        outputs = [
-            self.staging.output_array(i, shape)
-            for i, shape in enumerate(fit.output_shapes(batch.rung))
-        ]
-        arrays = self.context.execute(inputs, outputs)
-        return BatchOutputs(arrays, batch.rung, self.shapes)
+        arrays = self.staging.arrays(fit.cell(batch.rung))
+        outputs = self.context.execute(arrays.inputs, arrays.outputs)
+        return BatchOutputs(outputs, batch.rung, self.shapes)
 
     def gathered(self, batch: Batch) -> list[Any]:
         """Copies of the input arrays that a batch is run with."""
         requests: list[InferRequest] = batch.requests  # type: ignore[assignment]
         gather(batch, self.staging, self.shapes)
-        shapes = requests[0].plan.fit.group.input_shapes(batch.rung)
+        shapes = requests[0].plan.fit.group.cell(batch.rung).inputs
         return [
             np.array(self.staging.input_array(i, shape))
             for i, shape in enumerate(shapes)

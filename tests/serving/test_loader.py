@@ -265,7 +265,7 @@ def test_axes_with_lying_names_are_noticed(tmp_path: Path) -> None:
     served = loaded(model, tmp_path)
 
     assert served.warm_up.predicted is False
-    assert served.shapes.fit(((1, 3),)).group.output_shapes(1) == [None]
+    assert served.shapes.fit(((1, 3),)).group.cell(1).outputs == [None]
 
 
 # -- padding, from a run --------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_outputs_of_a_padded_axis_are_cut_back() -> None:
     fit = buckets().fit(((1, 5), (1, 5)))
 
     assert fit.cuts == (((1, 5),), ())
-    assert fit.group.output_shapes(2) == [(2, 8, 8), (2, 8)]
+    assert fit.group.cell(2).outputs == [(2, 8, 8), (2, 8)]
 
 
 def test_a_full_bucket_needs_no_cut() -> None:
@@ -118,7 +118,7 @@ def test_without_rules_every_shape_is_a_group() -> None:
     fit = shapes()().fit(((2, 5), (2, 5)))
 
     assert (fit.exact, fit.group.in_tails) == (True, ((5,), (5,)))
-    assert fit.group.input_shapes(4) == [(4, 5), (4, 5)]
+    assert fit.group.cell(4).inputs == [(4, 5), (4, 5)]
 
 
 def test_inputs_that_disagree_on_an_axis_are_named() -> None:
@@ -177,8 +177,8 @@ def test_a_model_that_does_not_batch_keeps_its_whole_shapes() -> None:
 
     fit = rules.fit(((3, 2), ()))
 
-    assert fit.group.input_shapes(1) == [(4, 2), ()]
-    assert fit.group.output_shapes(1) == [(4,), ()]
+    assert fit.group.cell(1).inputs == ((4, 2), ())
+    assert fit.group.cell(1).outputs == ((4,), ())
     assert fit.taken == ((3, 2), ())
 
 
@@ -196,7 +196,7 @@ def test_an_output_with_an_unnamed_axis_is_unknown() -> None:
     """An axis that nothing says anything of makes the output's shape unknown."""
     fit = shapes(outputs=(STEPS, POOLED))().fit(((1, 3), (1, 3)))
 
-    assert fit.group.output_shapes(2) == [None, (2, 8)]
+    assert fit.group.cell(2).outputs == [None, (2, 8)]
 
 
 def test_no_output_is_predicted_when_the_warm_up_said_so() -> None:
@@ -204,7 +204,7 @@ def test_no_output_is_predicted_when_the_warm_up_said_so() -> None:
     rules = shapes()()
     rules.predict_outputs = False
 
-    assert rules.fit(((1, 3), (1, 3))).group.output_shapes(2) == [None, None]
+    assert rules.fit(((1, 3), (1, 3))).group.cell(2).outputs == [None, None]
 
 
 @pytest.mark.parametrize("batched", [True, False])

@@ -137,13 +137,16 @@ def test_a_model_that_did_nothing_has_empty_books() -> None:
 # -- histograms -----------------------------------------------------------------------
 
 
+END_NS = 30_000_000_000
+
+
 @given(st.lists(st.lists(st.integers(0, 20_000_000_000), max_size=50), max_size=5))
 def test_a_histogram_counts_every_duration(durations_ns: list[list[int]]) -> None:
     """Whenever it is read, each duration is in the first bucket that holds it."""
     histogram = Histogram()
     flat: list[int] = []
     for some in durations_ns:
-        histogram.add(some)
+        histogram.add(END_NS, [END_NS - duration for duration in some])
         flat += some
         counts, sum_ns = histogram.read()
         bounds = [*LATENCY_BOUNDS_NS, 1 << 62]
@@ -158,7 +161,7 @@ def test_a_histogram_keeps_no_more_than_it_must() -> None:
     histogram = Histogram()
 
     for _ in range(100):
-        histogram.add([MS] * 1000)
+        histogram.add(2 * MS, [MS] * 1000)
 
     counts, sum_ns = histogram.read()
     assert sum(counts) == 100_000
