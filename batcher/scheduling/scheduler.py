@@ -17,7 +17,6 @@ Nothing here reads a clock, waits, logs or calls back.
 from __future__ import annotations
 
 import copy
-import heapq
 from collections import deque
 from collections.abc import Hashable
 from weakref import WeakValueDictionary
@@ -29,6 +28,7 @@ from batcher.errors import (
     QueueTimeout,
 )
 from batcher.scheduling.decisions import Decision, Dispatch, Reject
+from batcher.scheduling.expiry import Expiries
 from batcher.scheduling.policy import Choice, Hold, Policy
 from batcher.scheduling.request import (
     DONE,
@@ -38,7 +38,7 @@ from batcher.scheduling.request import (
     Group,
     Request,
 )
-from batcher.scheduling.slot import Slot
+from batcher.scheduling.slot import COMMIT_LEAD_NS, Slot
 
 
 class Scheduler:
@@ -47,7 +47,8 @@ class Scheduler:
     Args:
         policy: decides when a batch closes.
         slots: how many batches run at the same time.
-        max_queue: the most requests that wait; one more is refused with `QueueFull`.
+        max_queue: the most requests that wait; one more is refused with `QueueFull`
+            (the parts of a split one count each, and the last one in may exceed it).
         commit_ahead: whether a slot takes its next batch before the running one ends
             (the engine side must be able to hold two).
     """
@@ -71,8 +72,7 @@ class Scheduler:
         self._active: dict[Group, None] = {}  # with something waiting, an ordered set
         self._retries: deque[Batch] = deque()
         self._rejects: list[Reject] = []
-        self._expiries: list[tuple[int, int, Request]] = []  # heap
-        self._expiry_count = 0  # ties in the heap, and a bound on its stale entries
+        self._expiries = Expiries()
         self._wakeup_ns = NEVER
 
     # -- what happens -------------------------------------------------------------
@@ -108,12 +108,7 @@ class Scheduler:
         else:
             self._split(request)
         if request.deadline_ns != NEVER or request.expires_ns != NEVER:
-            expiry_ns = min(request.deadline_ns, request.expires_ns)
-            self._expiry_count += 1
-            entry = (expiry_ns, self._expiry_count, request)
-            heapq.heappush(self._expiries, entry)
-            if len(self._expiries) > 64 + 2 * self.waiting:
-                self._compact_expiries()
+            self._expiries.push(request, self.waiting)
 
     def cancel(self, request: Request) -> None:
         """Forgets a request that nobody waits for any more.
@@ -204,7 +199,7 @@ class Scheduler:
 
     def poll(self, now_ns: int) -> list[Decision]:
         """What is to be done at this instant, in order; rejects come first."""
-        if self._expiries and self._expiries[0][0] <= now_ns:
+        if self._expiries.soonest_ns <= now_ns:
             self._expire(now_ns)
         decisions: list[Decision] = []
         self._wakeup_ns = NEVER
@@ -222,9 +217,7 @@ class Scheduler:
 
     def next_wakeup_ns(self) -> int:
         """When `poll` must be called again though nothing happens (`NEVER`: not)."""
-        if self._expiries and self._expiries[0][0] < self._wakeup_ns:
-            return self._expiries[0][0]
-        return self._wakeup_ns
+        return min(self._wakeup_ns, self._expiries.soonest_ns)
 
     # -- inside -------------------------------------------------------------------
 
@@ -269,13 +262,15 @@ class Scheduler:
             self._wakeup_ns = min(s.commit_at_ns for s in self._slots if not s.ahead)
             if not any(g.rows >= g.max_rows for g in self._active):
                 return None
+            # What lies ready on a slot can expire no more: not with time running out.
+            if self._expiries.soonest_ns < slot.free_at_ns < NEVER:
+                return None
         choice = self.policy.choose(self._active, now_ns)
         if isinstance(choice, Hold):
-            if not self._draining:
-                self._wakeup_ns = choice.until_ns
+            must = self._must_leave(choice.until_ns, now_ns)
+            if must is None:
                 return None
-            oldest = min(self._active, key=lambda g: g.waiting[0].arrival_ns)
-            choice = Choice(oldest, oldest.max_rows)
+            choice = must
         group = choice.group
         if early and not group.full:
             return None
@@ -285,6 +280,26 @@ class Scheduler:
         if not group.requests:
             del self._active[group]
         return Batch(group, requests, waiting_rows - group.rows)
+
+    def _must_leave(self, until_ns: int, now_ns: int) -> Choice | None:
+        """What leaves although the policy would wait until `until_ns`, if anything.
+
+        No slot idles while a request's time runs out: it leaves in time to be run.
+        """
+        if self._draining:
+            oldest = min(self._active, key=lambda g: g.waiting[0].arrival_ns)
+            return Choice(oldest, oldest.max_rows)
+        request = self._expiries.first()
+        if request is not None:
+            group = request.group
+            rung = group.rung_for(min(group.rows, group.max_rows))
+            run_ns = group.cost.estimate_ns(rung) or 0
+            leave_ns = self._expiries.soonest_ns - run_ns - COMMIT_LEAD_NS
+            if leave_ns <= now_ns:
+                return Choice(group, group.max_rows)
+            until_ns = min(until_ns, leave_ns)
+        self._wakeup_ns = until_ns
+        return None
 
     def _next_retry(self, now_ns: int) -> Batch | None:
         """The next half of a failed batch; what has passed its deadline goes."""
@@ -345,11 +360,7 @@ class Scheduler:
             self._reject(request, copy.copy(error))
 
     def _expire(self, now_ns: int) -> None:
-        heap = self._expiries
-        while heap and heap[0][0] <= now_ns:
-            request = heapq.heappop(heap)[2]
-            if not _waits(request):
-                continue
+        while (request := self._expiries.pop(now_ns)) is not None:
             waited_ms = (now_ns - request.arrival_ns) / 1e6
             if request.deadline_ns <= now_ns:
                 text = f"the deadline passed after {waited_ms:.1f} ms in the queue"
@@ -357,16 +368,6 @@ class Scheduler:
             else:
                 text = f"request timeout expired after {waited_ms:.1f} ms in the queue"
                 self._reject(request, QueueTimeout(text))
-
-    def _compact_expiries(self) -> None:
-        self._expiries = [e for e in self._expiries if _waits(e[2])]
-        heapq.heapify(self._expiries)
-
-
-def _waits(request: Request) -> bool:
-    """Whether any row of the request is still in a queue."""
-    # Parts leave in their order: the last one waits for longest.
-    return (request.parts[-1] if request.parts else request).state == WAITING
 
 
 def _finish(parent: Request) -> None:

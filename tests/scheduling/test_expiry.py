@@ -105,18 +105,74 @@ def test_free_slot_before_the_deadline() -> None:
     assert request.state == RUNNING
 
 
-def test_expiry_before_the_delay_is_over() -> None:
-    """A request whose time ends during the batching delay is rejected then."""
-    scheduler = make_scheduler(max_delay_ns=5 * MS)
-    group = make_group(scheduler)
-    early = submit(scheduler, group, expires_ns=2 * MS)
-    other = submit(scheduler, group, at_ns=1 * MS)
+@pytest.mark.parametrize("policy", ["eager", "window"])
+@pytest.mark.parametrize("run_ns", [None, 1 * MS])
+def test_no_slot_idles_while_a_requests_time_runs_out(
+    policy: str, run_ns: int | None
+) -> None:
+    """A batch leaves before its delay is over, if a request would expire else.
+
+    That is its run time and 0.3 ms before the request expires.
+    """
+    scheduler = make_scheduler(policy, max_delay_ns=50 * MS)
+    group = make_group(scheduler, run_ns=run_ns)
+    first = submit(scheduler, group)
+    hurried = submit(scheduler, group, at_ns=1 * MS, deadline_ns=8 * MS)
+    leave_ns = 8 * MS - (run_ns or 0) - 300_000
 
     assert scheduler.poll(1 * MS) == []
-    assert scheduler.next_wakeup_ns() == 2 * MS
-    assert rejects(scheduler.poll(2 * MS)) == [(early, QueueTimeout)]
-    assert scheduler.next_wakeup_ns() == 6 * MS  # the delay of the one that is left
-    assert runs(scheduler.poll(6 * MS)) == [(0, [other])]
+    assert scheduler.next_wakeup_ns() == leave_ns
+    assert scheduler.poll(leave_ns - 1) == []
+    assert runs(scheduler.poll(leave_ns)) == [(0, [first, hurried])]
+
+
+def test_time_that_is_too_short_for_a_delay() -> None:
+    """A request that has less time than a run takes leaves at once."""
+    scheduler = make_scheduler(max_delay_ns=50 * MS)
+    group = make_group(scheduler, run_ns=10 * MS)
+    request = submit(scheduler, group, expires_ns=5 * MS)
+
+    assert runs(scheduler.poll(0)) == [(0, [request])]
+
+
+def test_what_left_its_queue_hurries_nobody() -> None:
+    """The deadline of a cancelled request does not shorten the others' delay."""
+    scheduler = make_scheduler(max_delay_ns=50 * MS)
+    group = make_group(scheduler)
+    cancelled = submit(scheduler, group, deadline_ns=8 * MS)
+    stays = submit(scheduler, group)
+    scheduler.cancel(cancelled)
+
+    assert scheduler.poll(0) == []
+    assert scheduler.next_wakeup_ns() == 50 * MS
+    assert scheduler.poll(8 * MS) == []
+    assert runs(scheduler.poll(50 * MS)) == [(0, [stays])]
+
+
+def test_no_batch_lies_ready_while_it_could_expire() -> None:
+    """A full batch whose requests may expire before the slot is free closes late.
+
+    Then it is closed shortly before the slot is free, and who has expired is not in it.
+    """
+    scheduler = make_scheduler()
+    group = make_group(scheduler, run_ns=5 * MS)
+    occupy(scheduler, group)
+    hurried = submit(scheduler, group, 4, deadline_ns=3 * MS)
+    patient = submit(scheduler, group, 6, deadline_ns=60 * MS)
+
+    assert scheduler.poll(0) == []
+    assert rejects(scheduler.poll(3 * MS)) == [(hurried, DeadlineExceeded)]
+    assert runs(scheduler.poll(4_700_000)) == [(0, [patient])]
+
+
+def test_a_full_batch_with_time_enough_lies_ready() -> None:
+    """Deadlines that a batch will meet do not keep it from being closed early."""
+    scheduler = make_scheduler()
+    group = make_group(scheduler, run_ns=5 * MS)
+    occupy(scheduler, group)
+    request = submit(scheduler, group, 8, deadline_ns=60 * MS)
+
+    assert runs(scheduler.poll(0)) == [(0, [request])]
 
 
 def test_expired_requests_do_not_fill_a_batch() -> None:

@@ -287,8 +287,14 @@ class Callers(RuleBasedStateMachine):
         """The group with the oldest request goes first, of those that may go."""
         if not self.prefers and not self.draining:
             may_go = [g for g in self.groups if self.queues[g] and self.may_go(g)]
-            oldest_ns = min(self.queues[g][0].arrival_ns for g in may_go)
-            assert batch.requests[0].arrival_ns == oldest_ns
+            if may_go:
+                oldest_ns = min(self.queues[g][0].arrival_ns for g in may_go)
+                assert batch.requests[0].arrival_ns == oldest_ns
+            else:  # it leaves because its time runs out, and first of all
+                assert self.expiry_ns(batch.group) == min(
+                    map(self.expiry_ns, self.groups)
+                )
+                assert self.leave_ns(batch.group) <= self.now_ns
         if lane.batches and self.now_ns < lane.commit_at_ns:
             assert self.full(batch.group)  # only then is it closed so early
 
@@ -301,7 +307,10 @@ class Callers(RuleBasedStateMachine):
         assert not (waiting and self.draining)
         assert not any(self.may_go(group) for group in waiting)
         if waiting:
-            assert self.scheduler.next_wakeup_ns() <= min(
+            hurried = min(waiting, key=self.expiry_ns)
+            wakeup_ns = self.scheduler.next_wakeup_ns()
+            assert wakeup_ns <= self.leave_ns(hurried)
+            assert wakeup_ns <= min(
                 self.queues[group][0].arrival_ns + self.max_delay_ns
                 for group in waiting
             )
@@ -317,6 +326,20 @@ class Callers(RuleBasedStateMachine):
     def may_go(self, group: Group) -> bool:
         age_ns = self.now_ns - self.queues[group][0].arrival_ns
         return self.full(group) or age_ns >= self.max_delay_ns
+
+    def expiry_ns(self, group: Group) -> int:
+        """When the first of the group's waiting requests expires."""
+        return min(
+            (min(p.deadline_ns, p.expires_ns) for p in self.queues[group]),
+            default=NEVER,
+        )
+
+    def leave_ns(self, group: Group) -> int:
+        """When a batch of the group must leave, so that nothing of it expires."""
+        rows = min(sum(part.rows for part in self.queues[group]), group.max_rows)
+        cost_ns = group.cost.estimate_ns(group.rung_for(rows)) or 0
+        expiry_ns = self.expiry_ns(group)
+        return expiry_ns if expiry_ns == NEVER else expiry_ns - cost_ns - COMMIT_LEAD_NS
 
     def forget(self, call: Call) -> None:
         """Takes a call out of queue and retries; what runs is only marked."""
