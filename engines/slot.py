@@ -16,13 +16,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from operator import is_
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
 from engines.base import Array, Engine
 from engines.errors import EngineDeadError, EngineError, EngineRunError
 from engines.tensors import Shape, TensorSpec, element_count
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 STAGINGS: Final = 3
 _MAX_KNOWN: Final = 64  # cells whose arrays a staging keeps
@@ -254,9 +256,9 @@ class Slot:
             if all(map(is_, outputs, arrays.outputs)):
                 kept = arrays
         except EngineDeadError as dead:
-            self.dead = error = dead
+            self.dead = error = _bare(dead)
         except EngineError as failed:
-            error = failed
+            error = _bare(failed)
         except Exception as bug:  # a back end must not take its slot with it
             error = _run_error(bug)
         ended_ns = time.monotonic_ns()
@@ -271,5 +273,10 @@ class _Run(NamedTuple):
 
 def _run_error(cause: Exception) -> EngineRunError:
     error = EngineRunError(f"{type(cause).__name__}: {cause}")
-    error.__cause__ = cause
+    error.__cause__ = _bare(cause)
     return error
+
+
+def _bare(error: _Error) -> _Error:
+    """The error without the frames it has passed: they would keep a run's buffers."""
+    return error.with_traceback(None)

@@ -11,12 +11,7 @@ _E2E = Path(__file__).parent / "e2e"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in `e2e/` is marked so, and may be tried again.
-
-    These tests watch real processes on a real clock, on machines that stand still now
-    and then; the summary names what needed a second run.
-    """
+    """Everything in `e2e/` is marked so."""
     for item in items:
         if _E2E in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.flaky(reruns=2))

@@ -257,22 +257,10 @@ def _sent(event: Any) -> None:
     """Nothing follows a sent answer."""
 
 
-class _UnaryCall:
-    """One unary call, from its arrival to its end.
+class _Call:
+    """What unary and streaming calls have in common."""
 
-    `closed` and `received` are called on the queue's thread, the rest on the loop's.
-    """
-
-    __slots__ = (
-        "_call",
-        "_cancelled",
-        "_deadline_ns",
-        "_metadata",
-        "_method",
-        "_token",
-        "_transport",
-        "in_flight",
-    )
+    __slots__ = ("_call", "_deadline_ns", "_metadata", "_method", "_transport")
 
     def __init__(
         self,
@@ -286,6 +274,31 @@ class _UnaryCall:
         self._metadata = event.invocation_metadata
         self._method = method
         self._deadline_ns = deadline_ns
+
+    def closed(self, event: Any) -> None:
+        if event.batch_operations[0].cancelled():
+            self._transport.post(self._gone)
+
+    def _gone(self) -> None:
+        raise NotImplementedError
+
+
+class _UnaryCall(_Call):
+    """One unary call, from its arrival to its end.
+
+    `closed` and `received` are called on the queue's thread, the rest on the loop's.
+    """
+
+    __slots__ = ("_cancelled", "_token", "in_flight")
+
+    def __init__(
+        self,
+        transport: GrpcioTransport,
+        event: Any,
+        method: str,
+        deadline_ns: int | None,
+    ) -> None:
+        super().__init__(transport, event, method, deadline_ns)
         self._token: object | None = None
         self._cancelled = False
         self.in_flight = 0  # 1 from the message's arrival to the answer
@@ -296,10 +309,6 @@ class _UnaryCall:
             # Too large, or cancelled: gRPC has answered or will.
             return
         self._transport.post(lambda: self._arrived(payload))
-
-    def closed(self, event: Any) -> None:
-        if event.batch_operations[0].cancelled():
-            self._transport.post(self._gone)
 
     def finish(
         self, payload: bytes | None, code: int, text: str, trailing: Trailing
@@ -349,7 +358,7 @@ class _UnaryCall:
         self._transport._calls.discard(self)
 
 
-class _StreamCall:
+class _StreamCall(_Call):
     """One streaming call: hands messages over one at a time, and writes one at a time.
 
     A method that nobody serves ends here too. `closed`, `received` and `_written` are
@@ -363,11 +372,7 @@ class _StreamCall:
         method: str,
         deadline_ns: int | None,
     ) -> None:
-        self._transport = transport
-        self._call = event.call
-        self._metadata = event.invocation_metadata
-        self._method = method
-        self._deadline_ns = deadline_ns
+        super().__init__(transport, event, method, deadline_ns)
         self._stream: Stream | None = None
         self._outbox: deque[bytes] = deque()
         self._writing = False
@@ -398,10 +403,6 @@ class _StreamCall:
     def received(self, event: Any) -> None:
         payload = event.batch_operations[0].message()
         self._transport.post(lambda: self._arrived(payload))
-
-    def closed(self, event: Any) -> None:
-        if event.batch_operations[0].cancelled():
-            self._transport.post(self._gone)
 
     def _open(self) -> None:
         factory = self._transport._streams.get(self._method)
@@ -470,5 +471,6 @@ class _StreamCall:
     def _leave(self) -> None:
         self._over = True
         self._transport._calls.discard(self)
-        if self._stream is not None:
-            self._stream.on_gone()
+        stream, self._stream = self._stream, None  # it knows this call: no cycle
+        if stream is not None:
+            stream.on_gone()

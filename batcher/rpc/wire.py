@@ -12,7 +12,6 @@ MODEL_NAME: Final = 0x0A  # field 1, length-delimited; also of the response
 MODEL_VERSION: Final = 0x12  # field 2
 REQUEST_ID: Final = 0x1A  # field 3
 RAW_INPUT: Final = 0x3A  # ModelInferRequest.raw_input_contents, field 7
-RESPONSE_OUTPUT: Final = 0x2A  # ModelInferResponse.outputs, field 5
 RAW_OUTPUT: Final = 0x32  # ModelInferResponse.raw_output_contents, field 6
 
 

@@ -22,9 +22,6 @@ from engines import Cell, TensorSpec
 MAX_OUTPUT_BYTES: Final = 2**31 - 1
 """What a gRPC message can hold at most."""
 
-EXACT: Final = ()
-"""The cuts of an output that is answered as it is."""
-
 
 @dataclass(frozen=True, slots=True)
 class AxisRule:

@@ -165,57 +165,6 @@ def body_from_npz(model: str, path: Path, *, version: str = "") -> Body:
     return body_from_arrays(model, arrays, version=version)
 
 
-def body_from_npy(model: str, paths: Mapping[str, Path], *, version: str = "") -> Body:
-    """A body of one `.npy` file per input name.
-
-    Raises:
-        ConfigError: a file cannot be read, or holds pickled objects.
-    """
-    arrays = {}
-    for name, path in paths.items():
-        try:
-            arrays[name] = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as fault:
-            raise ConfigError(f"body {path}: {fault}") from fault
-        if not isinstance(arrays[name], np.ndarray):
-            raise ConfigError(f"body {path}: not an .npy file of one array")
-    return body_from_arrays(model, arrays, version=version)
-
-
-def body_from_raw(
-    model: str,
-    inputs: Mapping[str, tuple[str, Sequence[int], Path]],
-    *,
-    version: str = "",
-) -> Body:
-    """A body of files that hold a tensor's bytes as the wire has them.
-
-    Args:
-        model: name of the model.
-        inputs: by input name the datatype (`FP32`, `BYTES`, …), shape and file.
-        version: of the model; empty leaves the choice to the server.
-
-    Raises:
-        ConfigError: a file cannot be read, or has not the bytes of its shape.
-    """
-    tensors = []
-    for name, (datatype, shape, path) in inputs.items():
-        try:
-            raw = path.read_bytes()
-        except OSError as fault:
-            raise ConfigError(f"body {path}: {fault}") from fault
-        item_bytes = _ITEM_BYTES.get(datatype)
-        if item_bytes is None and datatype != "BYTES":
-            raise ConfigError(f"input {name!r}: unknown datatype {datatype!r}")
-        if item_bytes is not None and len(raw) != math.prod(shape) * item_bytes:
-            raise ConfigError(
-                f"body {path}: {len(raw)} bytes, but {datatype} of shape "
-                f"{list(shape)} has {math.prod(shape) * item_bytes}"
-            )
-        tensors.append((name, datatype, tuple(shape), raw))
-    return _body(model, version, tensors)
-
-
 def _body(
     model: str,
     version: str,

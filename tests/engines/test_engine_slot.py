@@ -221,6 +221,19 @@ def test_a_bug_in_a_back_end_does_not_take_its_slot_along() -> None:
     assert first_column(third) == [3]
 
 
+@pytest.mark.parametrize("fault", [ValueError("oops"), EngineRunError("NaN")])
+def test_a_failed_run_keeps_no_buffers_alive(fault: Exception) -> None:
+    """Its error knows nothing of the frames it came through, which know the buffers."""
+    lane = Lane(Scripted(fault))
+    lane.start(1)
+    (failed,) = lane.wait()
+    lane.slot.close()
+
+    assert failed.error is not None
+    assert failed.error.__traceback__ is None
+    assert fault.__traceback__ is None
+
+
 def test_a_shape_that_cannot_be_made_does_not_take_the_slot_along(echo: Lane) -> None:
     """Sizes that no memory holds fail their run, and the next one is fine."""
     staging = echo.slot.acquire()

@@ -16,7 +16,6 @@ NUMBERS: dict[str, tuple[Any, str]] = {
     "MODEL_VERSION": (messages.ModelInferRequest, "model_version"),
     "REQUEST_ID": (messages.ModelInferRequest, "id"),
     "RAW_INPUT": (messages.ModelInferRequest, "raw_input_contents"),
-    "RESPONSE_OUTPUT": (messages.ModelInferResponse, "outputs"),
     "RAW_OUTPUT": (messages.ModelInferResponse, "raw_output_contents"),
 }
 

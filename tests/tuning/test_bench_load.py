@@ -21,9 +21,7 @@ from batcher.tuning.arrivals import (
 from batcher.tuning.bodies import (
     body_from_arrays,
     body_from_metadata,
-    body_from_npy,
     body_from_npz,
-    body_from_raw,
     parse_shape,
 )
 from batcher.tuning.latency import LatencyRecorder
@@ -186,14 +184,12 @@ def test_a_server_that_describes_nothing_is_named(front: str) -> None:
 
 
 def test_bodies_of_numpy_files(tmp_path: Path) -> None:
-    """An .npz file and .npy files carry names, shapes, datatypes and bytes."""
+    """An .npz file carries names, shapes, datatypes and bytes."""
     ids = np.array([[1, 2, 3]], dtype=np.int64)
     words = np.array(["a", "bcd"])
-    np.savez(tmp_path / "b.npz", ids=ids, words=words)
-    np.save(tmp_path / "ids.npy", ids.astype(">i4"))
+    np.savez(tmp_path / "b.npz", ids=ids.astype(">i8"), words=words)
 
     both = parsed(body_from_npz("m", tmp_path / "b.npz", version="3"))
-    one = parsed(body_from_npy("m", {"ids": tmp_path / "ids.npy"}))
 
     assert (both.model_name, both.model_version) == ("m", "3")
     assert [(t.name, t.datatype) for t in both.inputs] == [
@@ -202,34 +198,14 @@ def test_bodies_of_numpy_files(tmp_path: Path) -> None:
     ]
     assert both.raw_input_contents[0] == ids.tobytes()
     assert both.raw_input_contents[1] == b"\1\0\0\0a\3\0\0\0bcd"
-    assert one.inputs[0].datatype == "INT32"
-    assert one.raw_input_contents[0] == ids.astype("<i4").tobytes()
 
 
 def test_pickles_in_numpy_files_are_refused(tmp_path: Path) -> None:
     """A file that would run code when it is loaded is not loaded."""
-    np.save(tmp_path / "a.npy", np.array([{}], dtype=object))
     np.savez(tmp_path / "a.npz", x=np.array([{}], dtype=object))
 
     with pytest.raises(ConfigError, match="allow_pickle"):
-        body_from_npy("m", {"x": tmp_path / "a.npy"})
-    with pytest.raises(ConfigError, match="allow_pickle"):
         body_from_npz("m", tmp_path / "a.npz")
-
-
-def test_bodies_of_raw_files(tmp_path: Path) -> None:
-    """A file's bytes go as they are, when there are as many as the shape needs."""
-    path = tmp_path / "raw"
-    path.write_bytes(b"\x01\x02" * 6)
-
-    request = parsed(body_from_raw("m", {"x": ("BF16", (2, 3), path)}))
-
-    assert request.inputs[0].datatype == "BF16"
-    assert request.raw_input_contents[0] == b"\x01\x02" * 6
-    with pytest.raises(ConfigError, match=r"12 bytes, but FP32 of shape .* has 24"):
-        body_from_raw("m", {"x": ("FP32", (2, 3), path)})
-    with pytest.raises(ConfigError, match="unknown datatype 'FP33'"):
-        body_from_raw("m", {"x": ("FP33", (2, 3), path)})
 
 
 def test_dtypes_that_the_protocol_has_not_are_refused() -> None:
