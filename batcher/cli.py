@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated, Any, Final
 
 from batcher import __version__
-from batcher.cli_bench import bench
-from batcher.errors import BatcherError
+from batcher.errors import BatcherError, ConfigError
+from batcher.serving import logs, signals
+
+_DAEMON: Final = sys.argv[1:2] == ["serve"]
+if _DAEMON:
+    signals.watch()  # now: what is imported from here on takes long
+
+import typer  # noqa: E402
+
+from batcher.cli_bench import bench  # noqa: E402
 
 app = typer.Typer(
     name="batcher",
@@ -21,6 +28,20 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+_KNOBS: Final = {
+    "--engine": "engine",
+    "--max-batch": "max_batch",
+    "--policy": "batching.policy",
+    "--max-delay-us": "batching.max_delay_us",
+    "--max-queue": "batching.max_queue",
+    "--timeout-ms": "batching.timeout_ms",
+    "--slots": "slots.count",
+}
+"""Flags that win over every model's file, and the keys that they set there."""
+
+# What wrong usage raises: click's class, which newer releases of Typer have inside.
+_USAGE_ERROR: Final[Any] = typer.BadParameter.__mro__[1]
 
 app.command()(bench)
 
@@ -192,11 +213,11 @@ def serve(
     Batching knobs given here win over the models' own model.toml. SIGTERM drains: it
     answers everything accepted, then exits with 0; a second signal exits at once.
     """
+    logs.setup("json" if log_format == "json" else "text", "info")
     server = _given(
         grpc_address=tuple(grpc_address) if grpc_address else None,
         http_address=http_address,
         transport=transport,
-        socket_mode=None if socket_mode is None else _octal(socket_mode),
         max_message_mb=max_message_mb,
         max_in_flight_mb=max_in_flight_mb,
         drain_timeout_s=drain_timeout,
@@ -218,24 +239,50 @@ def serve(
     )
     # What gRPC's core would print on stderr is said by our own errors, in one line.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from batcher.config import ServerConfig, from_mapping
-    from batcher.serving import logs
-    from batcher.serving.server import serve as run
+    from batcher.config import ServerConfig, check_overrides, from_mapping
 
     try:
+        if socket_mode is not None:
+            server["socket_mode"] = _octal(socket_mode)
         config = from_mapping(ServerConfig, server, "options")
+        if max_batch == 0:  # in a model's file it stands for the default
+            raise ConfigError("--max-batch must be at least 1, got 0")
+        check_overrides(overrides, _KNOBS)
         logs.setup(config.log_format, config.log_level)
+        from batcher.serving.server import serve as run
+
         code = run(config, paths, overrides)
     except BatcherError as error:
         for line in str(error).splitlines():
-            print(f"batcher: {line}", file=sys.stderr)
+            logs.announce(line, logging.ERROR)
         raise typer.Exit(2) from None
     raise typer.Exit(code)
 
 
 def main() -> None:
     """The console script."""
+    if _DAEMON:
+        sys.exit(_daemon())
     app()
+
+
+def _daemon() -> int:
+    """`batcher serve`, all of whose lines on stderr have the format asked for."""
+    style = logs.asked_for(sys.argv[1:], os.environ)
+    logs.setup(style, "info")
+    logs.catch_uncaught()
+    command = typer.main.get_command(app)
+    try:
+        return command.main(standalone_mode=False) or 0
+    except _USAGE_ERROR as error:
+        if style == "json":
+            logs.announce(error.format_message(), logging.ERROR)
+        else:
+            error.show()
+        return int(error.exit_code)
+    except Exception:
+        logging.getLogger("batcher").exception("the daemon failed")
+        return 1
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -247,5 +294,4 @@ def _octal(text: str) -> int:
     try:
         return int(text, 8)
     except ValueError:
-        print(f"batcher: --socket-mode {text!r} is not octal", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise ConfigError(f"--socket-mode {text!r} is not octal") from None

@@ -20,7 +20,8 @@ from engines.errors import (
     EngineRunError,
 )
 from engines.fake import FakeEngine, FakeOptions
-from engines.slot import Arrays, Cell, Completion, Slot, Staging
+from engines.slot import Completion, Slot
+from engines.staging import Arrays, Cell, Staging
 from engines.tensors import DTYPES, TensorSpec
 
 __all__ = [

@@ -53,8 +53,49 @@ class ExecutionContext(ABC):
             EngineDeadError: no run will succeed any more.
         """
 
+    def enter_thread(self) -> None:  # noqa: B027 - the CPU needs none
+        """Prepares the calling thread for using this context; called once on each."""
+
     def close(self) -> None:  # noqa: B027 - most contexts have nothing to give back
         """Releases what the context holds. Calling it twice is allowed."""
+
+
+class Launch(ABC):
+    """A run that is under way."""
+
+    @abstractmethod
+    def wait(self) -> tuple[list[Array], int]:
+        """Waits for its end.
+
+        Returns:
+            One array per output, as from `execute`; and the time that the device took,
+            in ns.
+
+        Raises:
+            EngineRunError, EngineDeadError: as `execute`.
+        """
+
+
+class PipelinedContext(ExecutionContext):
+    """A context that takes the next run while one is under way.
+
+    `launch` and `wait` may be called from two threads, in the same order.
+    """
+
+    @abstractmethod
+    def launch(
+        self, inputs: Sequence[Array], outputs: Sequence[Array | None]
+    ) -> Launch:
+        """Begins a run, behind the one that is under way; at most one waits so.
+
+        Arguments and errors are those of `execute`. The arrays belong to the run until
+        it has been waited for.
+        """
+
+    def execute(
+        self, inputs: Sequence[Array], outputs: Sequence[Array | None]
+    ) -> list[Array]:
+        return self.launch(inputs, outputs).wait()[0]
 
 
 class Engine(ABC):
@@ -77,6 +118,11 @@ class Engine(ABC):
     @abstractmethod
     def create_context(self) -> ExecutionContext:
         """A new context; several can run at the same time."""
+
+    def host_buffer(self, size: int) -> memoryview:
+        """`size` bytes of memory that inputs and outputs are best kept in."""
+        # Numpy's memory is 64-byte aligned on large sizes and not zeroed.
+        return np.empty(size, np.uint8).data
 
     def close(self) -> None:  # noqa: B027 - see ExecutionContext.close
         """Releases the network, after all contexts. Calling it twice is allowed."""

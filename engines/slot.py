@@ -4,7 +4,8 @@ The owner takes a free `Staging`, writes the inputs into it, rings `start`, and 
 back by `on_done`; then `completions` says what has ended. Three stagings per slot: one
 batch runs, the inputs of the next lie ready, and the outputs of the last are read.
 
-The engine side is a thread today. What crosses the seam (indices, shapes, bytes in
+The engine side is a thread today, or two where the context is pipelined: one launches
+the next run while the other waits for the one under way. What crosses the seam (indices, shapes, bytes in
 flat buffers) is such that it can be a process with the buffers in shared memory.
 """
 
@@ -14,140 +15,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-import numpy as np
-
-from engines.base import Array, Engine
+from engines.base import Array, Engine, Launch, PipelinedContext
 from engines.errors import EngineDeadError, EngineError, EngineRunError
-from engines.tensors import Shape, TensorSpec, element_count
+from engines.staging import Arrays, Cell, Staging
 
 _Error = TypeVar("_Error", bound=BaseException)
+_Result = TypeVar("_Result")
 
 STAGINGS: Final = 3
-_MAX_KNOWN: Final = 64  # cells whose arrays a staging keeps
-
-
-class Cell:
-    """The shapes of one kind of batch.
-
-    Compared by identity: keep one for each kind, since stagings keep what they make for
-    it.
-
-    Args:
-        inputs: per input, the shape of the whole batch.
-        outputs: per output, the same; None where it is not known beforehand.
-    """
-
-    __slots__ = ("inputs", "outputs")
-
-    def __init__(
-        self, inputs: Sequence[Shape], outputs: Sequence[Shape | None]
-    ) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
-
-
-class Arrays:
-    """The buffers of a staging, seen in the shapes of one cell.
-
-    Attributes:
-        inputs, outputs: what a context executes.
-        derived: for the owner of the slot, to keep what it has made of `outputs`.
-    """
-
-    __slots__ = ("derived", "inputs", "outputs")
-
-    def __init__(self, inputs: list[Array], outputs: list[Array | None]) -> None:
-        self.inputs = inputs
-        self.outputs = outputs
-        self.derived: Any = None
-
-
-class Staging:
-    """One set of input and output buffers, flat, growing to the largest batch seen.
-
-    Attributes:
-        index: its number within the slot.
-        inputs: per input a byte view to write rows into (BYTES: unused).
-        objects: per BYTES input the array of Python bytes to run, else None.
-    """
-
-    __slots__ = (
-        "_known",
-        "_specs_in",
-        "_specs_out",
-        "index",
-        "inputs",
-        "objects",
-        "outputs",
-    )
-
-    def __init__(
-        self, index: int, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
-    ) -> None:
-        self.index = index
-        self._specs_in = inputs
-        self._specs_out = outputs
-        self.inputs = [memoryview(bytearray()) for _ in inputs]
-        self.outputs = [memoryview(bytearray()) for _ in outputs]
-        self.objects: list[Array | None] = [None] * len(inputs)
-        self._known: dict[Cell, Arrays] = {}
-
-    def arrays(self, cell: Cell) -> Arrays:
-        """The buffers in the shapes of `cell`, made larger where they must be.
-
-        Raises:
-            MemoryError, ValueError: a shape that no memory holds.
-        """
-        known = self._known.get(cell)
-        if known is not None:
-            return known
-        made = Arrays(
-            [self.input_array(i, shape) for i, shape in enumerate(cell.inputs)],
-            [self.output_array(i, shape) for i, shape in enumerate(cell.outputs)],
-        )
-        if all(spec.dtype != "BYTES" for spec in self._specs_in):
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[cell] = made
-        return made
-
-    def reserve_input(self, position: int, size: int) -> memoryview:
-        """The byte view of input `position`, at least `size` bytes long."""
-        if len(self.inputs[position]) < size:
-            self._known.clear()
-            self.inputs[position] = _buffer(size)
-        return self.inputs[position]
-
-    def input_array(self, position: int, shape: Shape) -> Array:
-        """Input `position` as an array of `shape` over the same bytes."""
-        objects = self.objects[position]
-        if objects is not None:
-            return objects
-        spec = self._specs_in[position]
-        count = element_count(shape)
-        view = self.reserve_input(position, count * spec.itemsize)
-        return np.frombuffer(view, spec.numpy, count).reshape(shape)
-
-    def output_array(self, position: int, shape: Shape | None) -> Array | None:
-        """Where output `position` goes, or None where its shape is not known."""
-        spec = self._specs_out[position]
-        if shape is None or spec.dtype == "BYTES":
-            return None
-        count = element_count(shape)
-        if len(self.outputs[position]) < count * spec.itemsize:
-            self._known.clear()
-            self.outputs[position] = _buffer(count * spec.itemsize)
-        array = np.frombuffer(self.outputs[position], spec.numpy, count)
-        return array.reshape(shape)
-
-
-def _buffer(size: int) -> memoryview:
-    # Numpy's memory is 64-byte aligned on large sizes and not zeroed.
-    return np.empty(size, np.uint8).data
 
 
 class Completion(NamedTuple):
@@ -186,12 +66,20 @@ class Slot:
         self._on_done = on_done
         self._context = engine.create_context()
         self._free = [
-            Staging(i, engine.inputs, engine.outputs) for i in range(STAGINGS)
+            Staging(i, engine.inputs, engine.outputs, engine.host_buffer)
+            for i in range(STAGINGS)
         ]
         self._start: SimpleQueue[_Run | None] = SimpleQueue()
         self._done: deque[Completion] = deque()
-        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
-        self._thread.start()
+        self._launched: SimpleQueue[_Launched | None] = SimpleQueue()
+        loops = [self._run]
+        if isinstance(self._context, PipelinedContext):
+            loops = [partial(self._launch, self._context), self._wait]
+        self._threads = [
+            threading.Thread(target=loop, name=name, daemon=True) for loop in loops
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def acquire(self) -> Staging:
         """A free staging to fill.
@@ -232,43 +120,100 @@ class Slot:
     def close(self) -> None:
         """Ends the thread after what was started, and closes the context."""
         self._start.put(None)
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._context.close()
 
-    def _loop(self) -> None:
-        while (run := self._start.get()) is not None:
-            self._done.append(self._execute(run))
-            del run  # a kept reference would keep the buffers of BYTES alive
-            self._on_done()
+    # -- the engine side --------------------------------------------------------------
 
-    def _execute(self, run: _Run) -> Completion:
-        arrays = run.arrays
-        started_ns = time.monotonic_ns()
-        error: EngineError | None = None
-        outputs: list[Array] = []
-        kept: Arrays | None = None
+    def _run(self) -> None:
+        """Runs one batch after the other."""
+        self._context.enter_thread()
+        execute = self._context.execute
+        while (run := self._start.get()) is not None:
+            arrays = run.arrays
+            started_ns = time.monotonic_ns()
+            outputs, error = self._attempt(
+                run, partial(execute, arrays.inputs, arrays.outputs)
+            )
+            self._complete(run, outputs, error, started_ns, time.monotonic_ns())
+            del run, arrays, outputs  # they would keep the buffers of BYTES alive
+
+    def _launch(self, context: PipelinedContext) -> None:
+        """Begins runs as they come; `_wait` ends them."""
+        context.enter_thread()
+        while (run := self._start.get()) is not None:
+            arrays = run.arrays
+            launch, error = self._attempt(
+                run, partial(context.launch, arrays.inputs, arrays.outputs)
+            )
+            self._launched.put(_Launched(run, launch, error))
+            del run, arrays
+        self._launched.put(None)
+
+    def _wait(self) -> None:
+        self._context.enter_thread()
+        while (launched := self._launched.get()) is not None:
+            run, launch, error = launched
+            outputs, run_ns = None, 0
+            if launch is not None:
+                ended, error = self._attempt(run, launch.wait)
+                if ended is not None:
+                    outputs, run_ns = ended
+            now_ns = time.monotonic_ns()
+            self._complete(run, outputs, error, now_ns - run_ns, now_ns)
+            del launched, run, outputs
+
+    def _attempt(
+        self, run: _Run, act: Callable[[], _Result]
+    ) -> tuple[_Result | None, EngineError | None]:
+        """What `act` gives, or why it does not."""
         try:
             if self.dead is not None:
                 raise self.dead
             if run.error is not None:
                 raise run.error
-            outputs = self._context.execute(arrays.inputs, arrays.outputs)
-            if all(map(is_, outputs, arrays.outputs)):
-                kept = arrays
+            return act(), None
         except EngineDeadError as dead:
-            self.dead = error = _bare(dead)
+            self.dead = _bare(dead)
+            return None, dead
         except EngineError as failed:
-            error = _bare(failed)
+            return None, _bare(failed)
         except Exception as bug:  # a back end must not take its slot with it
-            error = _run_error(bug)
-        ended_ns = time.monotonic_ns()
-        return Completion(run.staging, outputs, kept, error, started_ns, ended_ns)
+            return None, _run_error(bug)
+
+    def _complete(
+        self,
+        run: _Run,
+        outputs: list[Array] | None,
+        error: EngineError | None,
+        started_ns: int,
+        ended_ns: int,
+    ) -> None:
+        own = outputs is not None and all(map(is_, outputs, run.arrays.outputs))
+        self._done.append(
+            Completion(
+                run.staging,
+                outputs or [],
+                run.arrays if own else None,
+                error,
+                started_ns,
+                ended_ns,
+            )
+        )
+        self._on_done()
 
 
 class _Run(NamedTuple):
     staging: Staging
     arrays: Arrays
     error: EngineRunError | None = None  # why it cannot even be tried
+
+
+class _Launched(NamedTuple):
+    run: _Run
+    launch: Launch | None
+    error: EngineError | None
 
 
 def _run_error(cause: Exception) -> EngineRunError:

@@ -1,6 +1,6 @@
 """Configuration: the knobs, and how they are read."""
 
-from batcher.config.load import from_mapping, load_model_config
+from batcher.config.load import check_overrides, from_mapping, load_model_config
 from batcher.config.schema import (
     AxisConfig,
     BatchingConfig,
@@ -17,6 +17,7 @@ __all__ = [
     "ModelConfig",
     "ServerConfig",
     "SlotsConfig",
+    "check_overrides",
     "from_mapping",
     "load_model_config",
 ]

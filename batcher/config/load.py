@@ -18,6 +18,9 @@ from batcher.errors import ConfigError
 
 T = TypeVar("T")
 
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
+"""Kept, as making one takes milliseconds, which every model would pay again."""
+
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], source: str) -> T:
     """Makes a configuration dataclass of plain values.
@@ -26,12 +29,14 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], source: str) -> T:
         ConfigError: a key is unknown or a value wrong; `source` is named first.
     """
     try:
-        return TypeAdapter(kind).validate_python(dict(values))
+        adapter = _adapters.get(kind) or _adapters.setdefault(kind, TypeAdapter(kind))
+        made: T = adapter.validate_python(dict(values))
     except ValidationError as error:
         lines = [_line(source, fault) for fault in error.errors()]
         raise ConfigError("\n".join(lines)) from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    return made
 
 
 def load_model_config(
@@ -58,6 +63,48 @@ def load_model_config(
         values = merged(values, overrides)
         source = f"{source} with the options given" if path is not None else source
     return from_mapping(ModelConfig, values, source)
+
+
+def check_overrides(overrides: Mapping[str, Any], flags: Mapping[str, str]) -> None:
+    """Sees to it that values given for all models can be right for some model.
+
+    Args:
+        overrides: as in `load_model_config`.
+        flags: what errors call them by: flags, and the key path that each one sets.
+
+    Raises:
+        ConfigError: a value is wrong whatever the models' files say, or two contradict.
+    """
+    values = dict(overrides)
+    if values.get("engine") == "fake":
+        del values["engine"]  # the table that it needs is in the models' files
+    faults = []
+    given = {}
+    for flag, path in flags.items():
+        alone = _only(values, path.split("."))
+        if alone is not None:
+            given[flag] = path
+            try:
+                from_mapping(ModelConfig, alone, flag)
+            except ConfigError as error:
+                faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    try:
+        from_mapping(ModelConfig, values, "")
+    except ConfigError as error:
+        text = str(error).removeprefix(": ")
+        both = [f for f, path in given.items() if path in text] or list(given)
+        raise ConfigError(f"{' and '.join(both)}: {text}") from None
+
+
+def _only(values: Mapping[str, Any], path: list[str]) -> dict[str, Any] | None:
+    """The value at a key path, in its tables and without its neighbours."""
+    first, *rest = path
+    value = values.get(first)
+    if rest and value is not None:
+        value = _only(value, rest)
+    return None if value is None else {first: value}
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A field's docstring is its documentation; a test sees to it that every field has one.
 Read from TOML, from `BATCHER_…` variables and from flags by `batcher.config.load`;
-checks that involve several fields stand in `__post_init__`.
+checks that involve several fields stand in `__post_init__`. Numbers and booleans are
+strict: neither `"8"` nor `true` is an integer. An integer may stand for a float.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from pydantic import StrictBool, StrictFloat, StrictInt
+
 from batcher.errors import ConfigError
+from batcher.scheduling import POLICIES
 
 FORBID = {"extra": "forbid"}
 
@@ -34,31 +38,34 @@ class BatchingConfig:
     """`eager` runs when a slot is free; `window` waits out `max_delay_us`, as Triton's
     dynamic batcher does."""
 
-    max_delay_us: int = 0
+    max_delay_us: StrictInt = 0
     """The most a free slot may wait for a fuller batch (microseconds)."""
 
-    preferred: tuple[int, ...] = ()
+    preferred: tuple[StrictInt, ...] = ()
     """Batch sizes (rows) that leave before the delay is over (`window` only)."""
 
-    rungs: tuple[int, ...] = ()
+    rungs: tuple[StrictInt, ...] = ()
     """Batch sizes worth running, ascending; a batch is padded up to the next. Default:
     every size, or the ladder of the engine's profiles."""
 
-    max_queue: int = 4096
+    max_queue: StrictInt = 4096
     """The most requests that wait; one more is refused as UNAVAILABLE."""
 
-    timeout_ms: float = 0.0
+    timeout_ms: StrictFloat = 0.0
     """The longest wait in the queue (milliseconds), 0 for none."""
 
-    allow_timeout_override: bool = True
+    allow_timeout_override: StrictBool = True
     """Whether a request's `timeout` parameter may shorten `timeout_ms`, or set a limit
     where there is none."""
 
-    max_request_rows: int = 0
+    max_request_rows: StrictInt = 0
     """The most rows of one request; one with more than `max_batch` is split. 0 for 64
     times the largest batch."""
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            raise ConfigError(f"batching.policy {self.policy!r} is none of {known}")
         _between("batching.max_delay_us", self.max_delay_us, 0, _HOUR_US)
         _between("batching.max_queue", self.max_queue, 1, _MAX_INT32)
         _between("batching.timeout_ms", self.timeout_ms, 0, _DAY_MS)
@@ -80,7 +87,7 @@ class SlotsConfig:
 
     __pydantic_config__ = FORBID
 
-    count: int = 1
+    count: StrictInt = 1
     """Slots per device."""
 
     def __post_init__(self) -> None:
@@ -93,10 +100,10 @@ class OutputAxisConfig:
 
     __pydantic_config__ = FORBID
 
-    axis: int
+    axis: StrictInt
     """Which axis of the output is cut back (0 is the batch)."""
 
-    ratio: float = 1.0
+    ratio: StrictFloat = 1.0
     """Output elements per input element on that axis, such as 0.125 (rounded up)."""
 
     follows: str = ""
@@ -116,16 +123,16 @@ class AxisConfig:
 
     __pydantic_config__ = FORBID
 
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[StrictInt, ...] = ()
     """Sizes an input is padded to on this axis, ascending."""
 
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[StrictInt, ...] = ()
     """The only sizes allowed, where padding is not."""
 
-    pad: dict[str, float] = field(default_factory=dict)
+    pad: dict[str, StrictFloat] = field(default_factory=dict)
     """Per input that has this axis, the value it is padded with."""
 
-    inputs: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, StrictInt] = field(default_factory=dict)
     """Per input, which of its axes this is. Default: where the model names it so."""
 
     outputs: dict[str, OutputAxisConfig] = field(default_factory=dict)
@@ -163,7 +170,7 @@ class FakeTensorConfig:
     dtype: str = "FP32"
     """Its datatype, such as FP32 or BYTES."""
 
-    shape: tuple[int, ...] = ()
+    shape: tuple[StrictInt, ...] = ()
     """Its shape without the batch axis; -1 for a dynamic axis."""
 
 
@@ -173,16 +180,16 @@ class FakeConfig:
 
     __pydantic_config__ = FORBID
 
-    base_ms: float = 0.0
+    base_ms: StrictFloat = 0.0
     """Milliseconds of every run."""
 
-    per_row_us: float = 0.0
+    per_row_us: StrictFloat = 0.0
     """Microseconds a run takes longer per row."""
 
-    sleep: bool = True
+    sleep: StrictBool = True
     """Whether the time is really slept."""
 
-    fail_value: float | None = None
+    fail_value: StrictFloat | None = None
     """When set, a run whose first input holds this value fails."""
 
     inputs: tuple[FakeTensorConfig, ...] = ()
@@ -205,11 +212,12 @@ class ModelConfig:
     engine: EngineName = "auto"
     """The back end; `auto` goes by the kind of file."""
 
-    max_batch: int = 0
+    max_batch: StrictInt = 0
     """Rows of the largest batch; 0 for 64, or 1 where the model cannot batch."""
 
-    batch_axis: Literal["auto", "none"] = "auto"
-    """`auto`: axis 0, where the model's file has it dynamic in all inputs and outputs;
+    batch_axis: Literal["auto", "first", "none"] = "auto"
+    """`auto`: axis 0, where the model's file has it dynamic in all inputs and outputs
+    and a check at load finds rows independent; `first`: axis 0 by the user's word;
     `none`: every request is a run of its own, with its shapes as they are."""
 
     batching: BatchingConfig = field(default_factory=BatchingConfig)
@@ -271,19 +279,19 @@ class ServerConfig:
     """Who speaks gRPC: `native` is fast and for trusted networks, `grpcio` does what it
     cannot; `auto` takes native on loopback and Unix sockets, grpcio elsewhere."""
 
-    socket_mode: int = 0o660
+    socket_mode: StrictInt = 0o660
     """Permission bits of Unix sockets."""
 
-    max_message_mb: int = 64
+    max_message_mb: StrictInt = 64
     """Largest message (MiB); hard on grpcio, checked after receipt on native."""
 
-    max_in_flight_mb: int = 0
+    max_in_flight_mb: StrictInt = 0
     """Most bytes of requests in the daemon (MiB); 0 for a quarter of memory."""
 
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: StrictFloat = 30.0
     """How long SIGTERM waits for what was accepted (seconds)."""
 
-    strict_triton_codes: bool = False
+    strict_triton_codes: StrictBool = False
     """Answer Triton's status codes where they differ from ours."""
 
     log_format: Literal["text", "json"] = "text"

@@ -137,6 +137,11 @@ class GrpcioTransport:
         while inbox:
             inbox.popleft()()
 
+    def end_streams(self) -> None:
+        for call in list(self._calls):
+            if isinstance(call, _StreamCall):
+                call.end(_UNAVAILABLE, "the server is shutting down")
+
     async def stop(self) -> None:
         if self._server is not None and self._thread is not None:
             await self._until_quiet()
@@ -306,7 +311,7 @@ class _UnaryCall(_Call):
     def received(self, event: Any) -> None:
         payload = event.batch_operations[0].message()
         if payload is None:
-            # Too large, or cancelled: gRPC has answered or will.
+            self._transport.post(self._empty)
             return
         self._transport.post(lambda: self._arrived(payload))
 
@@ -344,6 +349,15 @@ class _UnaryCall(_Call):
             self._deadline_ns,
             self._call.peer(),
         )
+
+    def _empty(self) -> None:
+        """No message came: none was sent, or it was cut off.
+
+        Or it was too large, or the caller has gone: then gRPC has ended the call, and
+        this answer has no effect.
+        """
+        self.in_flight = 1
+        self.finish(None, _INVALID_ARGUMENT, "the call has no (whole) message", ())
 
     def _gone(self) -> None:
         self._cancelled = True

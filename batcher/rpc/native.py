@@ -146,6 +146,9 @@ class NativeTransport:
                 if token is not None:
                     pending[call] = token
 
+    def end_streams(self) -> None:
+        """It has none: they go through to the fallback."""
+
     async def stop(self) -> None:
         if self._front is not None:
             self._front.close()

@@ -95,6 +95,10 @@ class Transport(Reply, Protocol):
         """Hands over what has arrived since the last call (on the loop's thread)."""
         ...
 
+    def end_streams(self) -> None:
+        """Ends what may stay open for ever, with a reason. For a drained daemon."""
+        ...
+
     async def stop(self) -> None:
         """Sends what was answered, then closes. Nothing is answered afterwards."""
         ...

@@ -11,7 +11,7 @@ import engines
 from batcher.config import ModelConfig, load_model_config
 from batcher.errors import ConfigError
 from batcher.rpc.signature import ModelSignature, TensorSignature
-from batcher.scheduling import POLICIES, Group
+from batcher.scheduling import Group
 from batcher.serving.repository import ModelSource, check_name
 from batcher.serving.shapes import ModelShapes
 from batcher.serving.warmup import WarmUp, warm_up
@@ -51,11 +51,6 @@ def load(source: ModelSource, overrides: Mapping[str, Any]) -> LoadedModel:
     check_name(source)
     config = load_model_config(source.config, overrides)
     where = str(source.config or source.path)
-    if config.batching.policy not in POLICIES:
-        raise ConfigError(
-            f"{where}: batching.policy {config.batching.policy!r} is none of "
-            f"{', '.join(sorted(POLICIES))}"
-        )
     engine = _open(source, config)
     try:
         return _prepared(source, config, engine, where)
@@ -67,7 +62,8 @@ def load(source: ModelSource, overrides: Mapping[str, Any]) -> LoadedModel:
 def _prepared(
     source: ModelSource, config: ModelConfig, engine: Engine, where: str
 ) -> LoadedModel:
-    obstacle = batch_obstacle(engine.inputs, engine.outputs)
+    trusted = config.batch_axis == "first"
+    obstacle = batch_obstacle(engine.inputs, engine.outputs, names=not trusted)
     if config.batch_axis == "none":
         obstacle = 'batch_axis is "none"'
     _check_wanted(where, config, obstacle)
@@ -80,18 +76,33 @@ def _prepared(
             shapes = ModelShapes(engine.inputs, engine.outputs, batched, config.axes)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        warmed = warm_up(engine, shapes, rungs)
-        if warmed.batches:
+        try:
+            warmed = warm_up(engine, shapes, rungs)
+        except MemoryError as error:
+            raise ConfigError(
+                f"{where}: the memory does not hold a batch of {rungs[-1]} rows of the "
+                f"largest shapes ({error}): lower max_batch or the buckets"
+            ) from None
+        if warmed.obstacle is None or not batched or trusted:
             break
         # The file promised a batch axis, the run did not keep it.
-        obstacle = "its outputs do not have the batch's rows"
+        obstacle = warmed.obstacle
         _check_wanted(where, config, obstacle)
         batched, disproved = False, True
     if obstacle is not None:
         # A surprise only where the file had promised a batch axis.
         level = logging.WARNING if disproved else logging.INFO
         text = "model %r is served without batching: %s"
+        if disproved:
+            text += ' (if you know better: batch_axis = "first")'
         log.log(level, text, source.name, obstacle)
+    if trusted and warmed.obstacle is not None:
+        warmed.warnings.append(f'{warmed.obstacle}, but batch_axis is "first"')
+    if warmed.failure is not None:
+        text = "model %r: made-up input does not run (%s): nothing is warmed"
+        if batched:
+            text += ", and whether rows depend on each other is not known"
+        log.warning(text, source.name, warmed.failure)
     shapes.predict_outputs = warmed.predicted
     for warning in warmed.warnings:
         log.warning("model %r: %s", source.name, warning)
@@ -121,14 +132,18 @@ def _prepared(
 
 
 def batch_obstacle(
-    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *, names: bool = True
 ) -> str | None:
     """Why axis 0 cannot be the batch of this model; None when it can.
 
     It is when axis 0 of every input and output is dynamic, and the inputs do not call
     it different names. (What the outputs call it is the exporter's whim: a run shows.)
+
+    Args:
+        inputs, outputs: of the engine.
+        names: whether names of axes count.
     """
-    names: dict[str, str] = {}
+    firsts: dict[str, str] = {}
     for kind, specs in (("input", inputs), ("output", outputs)):
         for spec in specs:
             if not spec.shape:
@@ -137,13 +152,15 @@ def batch_obstacle(
             if isinstance(first, int):
                 return f"the first axis of {kind} {spec.name!r} is fixed at {first}"
             if kind == "input" and first is not None:
-                names[first] = spec.name
+                firsts[first] = spec.name
     if not inputs:
         return "it has no inputs"
-    if len(names) > 1:
-        (a, x), (b, y) = list(names.items())[:2]
+    if not names:
+        return None
+    if len(firsts) > 1:
+        (a, x), (b, y) = list(firsts.items())[:2]
         return f"the first axis is {a!r} in input {x!r} but {b!r} in {y!r}"
-    batch = next(iter(names), None)
+    batch = next(iter(firsts), None)
     inner = {a for spec in inputs for a in spec.shape[1:] if isinstance(a, str)}
     if batch is not None and batch in inner:
         return f"axis {batch!r} is the first of one input and an inner one of another"

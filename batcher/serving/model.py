@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from batcher.config import ModelConfig
 from batcher.errors import BatcherError, EngineFailure, ModelNotReady, QueueFull
@@ -39,6 +39,9 @@ from engines import Completion, Engine, EngineDeadError, Slot
 
 if TYPE_CHECKING:
     from batcher.scheduling import Batch
+
+
+_SLACK_NS: Final = 2_000_000  # transport and daemon may see a deadline this far apart
 
 
 class Model:
@@ -138,7 +141,7 @@ class Model:
         """Queues a request; its answer goes to `reply`.
 
         Raises:
-            QueueFull: the queue or the in-flight bytes are at their limit.
+            QueueFull, PayloadTooLarge: the queue or the bytes in flight are at limit.
             ModelNotReady, ShuttingDown: the model takes nothing new.
         """
         if self._refusal is not None:
@@ -147,10 +150,7 @@ class Model:
         size = len(payload)
         if budget.used + size > budget.limit:
             self.statistics.fail("REJECTED", 0)
-            raise QueueFull(
-                f"{budget.used} bytes of requests are in flight and the limit is "
-                f"{budget.limit}; try again later"
-            )
+            raise budget.refusal(size)
         now_ns = time.monotonic_ns()
         request = InferRequest(
             plan,
@@ -186,7 +186,9 @@ class Model:
             now_ns = time.monotonic_ns()
             self.scheduler.cancel(request)
             self._forget(request)
-            self.statistics.fail("CANCELED", now_ns - request.arrival_ns)
+            late = request.deadline_ns <= now_ns + _SLACK_NS  # gRPC was first to notice
+            reason = "REJECTED" if late else "CANCELED"
+            self.statistics.fail(reason, now_ns - request.arrival_ns)
             self._touch(self)  # a batch behind it may be complete now
 
     # -- the turn -------------------------------------------------------------------

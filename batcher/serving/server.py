@@ -7,12 +7,10 @@ import contextlib
 import gc
 import logging
 import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +22,26 @@ from batcher.errors import BatcherError, ConfigError
 from batcher.rpc.grpcio import GrpcioTransport
 from batcher.rpc.native import NativeTransport
 from batcher.rpc.service import Service
+from batcher.rpc.sockets import PrivateFolder, close_all
 from batcher.rpc.status import StatusTable
 from batcher.rpc.streams import HealthWatchers, make_streams
 from batcher.rpc.transport import Address, Transport
+from batcher.serving import logs, signals
 from batcher.serving.budget import Budget
 from batcher.serving.describe import ladder
 from batcher.serving.directory import ModelDirectory
 from batcher.serving.driver import Driver
 from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
-from batcher.serving.logs import JsonFormatter
 from batcher.serving.metrics import collect, exposition
 from batcher.serving.model import Model
 from batcher.serving.repository import ModelSource, find_models
 from engines import EngineError
 
 log = logging.getLogger(__name__)
+
+_FAREWELL_S = 0.02
+"""How long the last word on streams has to travel through a front (seconds)."""
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread that wants the interpreter lock waits before it asks for it. The
@@ -62,7 +64,11 @@ class Server:
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
         self._config = config
-        self._sources = find_models(paths)
+        try:
+            self._sources = find_models(paths)
+        except (OSError, RuntimeError) as error:  # no access; no such user's home
+            where = ", ".join(map(str, paths))
+            raise ConfigError(f"models at {where}: {error}") from error
         self._overrides = overrides or {}
         self._addresses = [Address.parse(text) for text in config.grpc_address]
         self._http_address = (
@@ -76,11 +82,19 @@ class Server:
         self._watchers = HealthWatchers()
         limit = config.max_in_flight_mb << 20 or _memory_bytes() // 4
         self._budget = Budget(limit)
+        if limit < config.max_message_mb << 20:
+            log.warning(
+                "requests above %d MiB are refused though --max-message-mb is %d: all "
+                "that are in flight may have no more together (--max-in-flight-mb)",
+                limit >> 20,
+                config.max_message_mb,
+            )
         self._transports: list[Transport] = []
-        self._fallback_folder: str | None = None
+        self._folder: PrivateFolder | None = None  # of the fallback's socket
         self._http: HttpServer | None = None
         self._stop = asyncio.Event()
-        self._signals = 0
+        self._signal = ""
+        self._loads: Future[LoadedModel] | None = None
         self._groups: list[Any] = []  # keeps the warm groups and their costs alive
 
     async def run(self) -> int:
@@ -91,22 +105,25 @@ class Server:
         """
         started = time.monotonic()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._loop = loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
-        self._driver = Driver(loop)
+        self._loop = asyncio.get_running_loop()
+        signals.on_signal(self._on_signal, close_all)
+        self._driver = Driver(self._loop)
         try:
             await self._bind()
-            await self._load()
+            await self._load_until_stopped()
             if not self._stop.is_set():
                 seconds = time.monotonic() - started
-                self._announce(self._ready_line(seconds))
+                logs.announce(self._ready_line(seconds), name=log.name)
             gc.collect()
             gc.freeze()  # what lives as long as the daemon need not be looked at again
             await self._stop.wait()
-            return await self._drain()
+            code = await self._drain()
         finally:
             await self._close()
+        if self._loads is not None and not self._loads.done():
+            # It cannot be interrupted, and the interpreter would wait for its thread.
+            signals.leave(code)
+        return code
 
     # -- start ------------------------------------------------------------------------
 
@@ -120,8 +137,8 @@ class Server:
             (native if self._is_native(address) else others).append(address)
         fallback: str | None = None
         if native:
-            self._fallback_folder = tempfile.mkdtemp(prefix="batcher-")
-            fallback = os.path.join(self._fallback_folder, "streams.sock")
+            self._folder = PrivateFolder()
+            fallback = self._folder.socket
             others.append(Address(path=fallback))
         if others:
             await self._start(
@@ -179,14 +196,27 @@ class Server:
         await transport.start()
         self._transports.append(transport)
 
-    async def _load(self) -> None:
+    async def _load_until_stopped(self) -> None:
+        """Loads the models; a signal ends the wait, though not a load under way."""
         self._directory.expect(self._sources)
-        loop = asyncio.get_running_loop()
+        if self._stop.is_set():
+            return
+        loading = self._loop.create_task(self._load())
+        stopped = self._loop.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                await loading
+        finally:
+            loading.cancel()
+            stopped.cancel()
+
+    async def _load(self) -> None:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="load")
         for source in self._sources:
-            if self._stop.is_set():
-                return
             try:
-                loaded = await loop.run_in_executor(None, load, source, self._overrides)
+                self._loads = thread.submit(load, source, self._overrides)
+                loaded = await asyncio.wrap_future(self._loads)
             except (BatcherError, EngineError) as error:
                 for line in str(error).splitlines():
                     log.error("model %r cannot be served: %s", source.name, line)
@@ -196,7 +226,9 @@ class Server:
                 self._directory.failed(source.name, str(bug))
             else:
                 self._serve_model(loaded)
-        if not self._directory.all() and not self._stop.is_set():
+        thread.shutdown(wait=False)
+        self._loads = None
+        if not self._directory.all():
             raise ConfigError("none of the models can be served (see above)")
         self._directory.loading = False
         self._watchers.set_ready(self._directory.ready)
@@ -218,17 +250,9 @@ class Server:
         self._directory.add(model)
         self._service.models_changed()
 
-    def _announce(self, line: str) -> None:
-        """Shows a line at every log level; as a record where all lines are JSON."""
-        if self._config.log_format == "json":
-            name, level = log.name, logging.INFO
-            record = log.makeRecord(name, level, __file__, 0, line, (), None)
-            line = JsonFormatter().format(record)
-        print(line, file=sys.stderr, flush=True)
-
     def _ready_line(self, seconds: float) -> str:
         addresses = [a for t in self._transports for a in t.addresses]
-        private = self._fallback_folder or "\0"
+        private = self._folder.path if self._folder is not None else "\0"
         shown = [a for a in addresses if private not in a]
         models = [_described(model) for model in self._directory.all()]
         if self._http is not None:
@@ -240,44 +264,53 @@ class Server:
 
     # -- end --------------------------------------------------------------------------
 
-    def _on_signal(self) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            os._exit(130)
-        self._stop.set()
+    def _on_signal(self, name: str) -> None:
+        self._signal = name
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it is the end
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     async def _drain(self) -> int:
         """Answers what was accepted, then returns the exit code."""
         self._directory.drain()
         self._watchers.set_ready(False)
+        if self._directory.loading and not self._busy():
+            log.info("%s while models load: nothing to drain", self._signal)
+            return 0
         log.info("draining: %d requests in flight", self._in_flight())
         deadline = time.monotonic() + self._config.drain_timeout_s
-        while self._in_flight() or not all(m.idle for m in self._directory.all()):
+        while self._busy():
             if time.monotonic() > deadline:
                 log.error("drain timed out: %d requests lost", self._in_flight())
                 # A run under way cannot be ended, and would outlive the interpreter.
-                logging.shutdown()
-                os._exit(1)
+                signals.leave(1)
             await asyncio.sleep(0.005)
         log.info("drained")
         return 0
+
+    def _busy(self) -> bool:
+        return bool(self._in_flight() or not all(m.idle for m in self._directory.all()))
 
     def _in_flight(self) -> int:
         return sum(transport.in_flight for transport in self._transports)
 
     async def _close(self) -> None:
-        if self._http is not None:
-            self._http.close()
-        # The fronts first: they may still hand streams over to the fallback.
-        for transport in reversed(self._transports):
-            await transport.stop()
-        for model in self._directory.all():
-            self._driver.forget(model)
-            if model.idle:
-                model.close()
-        self._driver.close()
-        if self._fallback_folder is not None:
-            shutil.rmtree(self._fallback_folder, ignore_errors=True)
+        try:
+            if self._http is not None:
+                self._http.close()
+            for transport in self._transports:
+                transport.end_streams()
+            if self._transports:
+                await asyncio.sleep(_FAREWELL_S)
+            # The fronts first: they may still hand streams over to the fallback.
+            for transport in reversed(self._transports):
+                await transport.stop()
+            for model in self._directory.all():
+                self._driver.forget(model)
+                if model.idle:
+                    model.close()
+            self._driver.close()
+        finally:
+            close_all()
 
 
 def serve(
@@ -294,11 +327,11 @@ def serve(
     async def main() -> int:
         return await Server(config, paths, overrides).run()
 
-    with contextlib.suppress(ImportError):  # no uvloop on this system
+    try:
         import uvloop
-
-        return uvloop.run(main())
-    return asyncio.run(main())
+    except ImportError:  # not on this system
+        return asyncio.run(main())
+    return uvloop.run(main())
 
 
 def _described(model: Model) -> str:

@@ -8,7 +8,6 @@ turn out to depend on each other, or on their padding, a warning says so.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from batcher.rpc.request import Shape
 from batcher.serving.shapes import ModelShapes, cut_size
 from engines import Engine, EngineError, ExecutionContext
 
-log = logging.getLogger(__name__)
+_NO_ROWS: Final = "its outputs do not have the batch's rows"
 
 # Sizes tried for a dynamic axis that nothing is known of, until the model runs.
 _GUESSES: Final = (16, 1, 32, 64, 224)
@@ -30,6 +29,14 @@ _LARGE_RUN_NS: Final = 200_000_000
 """The largest batch is warmed only when it should take less than this, where any
 shape may run anyway."""
 _TOLERANCE: Final = 0.02
+_MIXED: Final = 0.2
+"""Relative difference of a row alone and in a batch from which on it is no rounding:
+the row holds something of its neighbours. (Dynamically quantized models, whose scale
+is that of the whole batch, stay well below.)"""
+_COMPARED_ROWS: Final = 5
+_COMPARISONS: Final = 2
+"""Rows in any order would come through one comparison of two rows every other time;
+five rows, twice, one time in 14,400."""
 
 
 @dataclass
@@ -38,13 +45,16 @@ class WarmUp:
 
     Attributes:
         costs: (row shapes of the group, rung, run time in ns).
-        batches: False when an output does not have the batch's rows.
+        obstacle: why rows cannot share a batch, as the runs have shown; None if they
+            can, as far as is known.
+        failure: why no made-up input can be run, None if one could.
         predicted: whether output shapes followed from the axis names.
         warnings: what a user should know.
     """
 
     costs: list[tuple[tuple[Shape, ...], int, int]] = field(default_factory=list)
-    batches: bool = True
+    obstacle: str | None = None
+    failure: str | None = None
     predicted: bool = True
     warnings: list[str] = field(default_factory=list)
 
@@ -52,8 +62,8 @@ class WarmUp:
 def warm_up(engine: Engine, shapes: ModelShapes, rungs: Sequence[int]) -> WarmUp:
     """Runs every bucket with its smallest and largest rung, and compares.
 
-    A model that cannot be run on made-up input is served all the same: the result is
-    then empty, and the log says so.
+    A model that cannot be run on made-up input is served all the same: the result then
+    has nothing but the reason.
     """
     result = WarmUp()
     context = engine.create_context()
@@ -61,8 +71,11 @@ def warm_up(engine: Engine, shapes: ModelShapes, rungs: Sequence[int]) -> WarmUp
         cells = list(itertools.islice(_cells(shapes), _MAX_CELLS))
         for sizes in cells:
             _warm_cell(context, engine, shapes, sizes, rungs, result)
-        if result.costs and shapes.batched and result.batches and rungs[-1] > 1:
-            _compare_rows(context, shapes, cells[0], result)
+        if result.costs and result.obstacle is None:
+            if shapes.batched and rungs[-1] > 1:
+                rows = min(_COMPARED_ROWS, rungs[-1])
+                for seed in range(_COMPARISONS):
+                    _compare_rows(context, shapes, cells[0], rows, seed, result)
             _compare_padding(context, shapes, result)
     finally:
         context.close()
@@ -91,7 +104,8 @@ def _warm_cell(
         if rung != rungs[0] and any_shape and expected_ns > _LARGE_RUN_NS:
             continue  # its first caller will not notice one cold run
         run = _first_run(context, shapes, sizes, rung)
-        if run is None:
+        if isinstance(run, str):
+            result.failure = result.failure or run
             return
         inputs, outputs, first_ns = run
         tails = tuple(a.shape[1:] if shapes.batched else a.shape for a in inputs)
@@ -100,15 +114,20 @@ def _warm_cell(
 
 
 def _first_run(
-    context: ExecutionContext, shapes: ModelShapes, sizes: dict[str, int], rows: int
-) -> tuple[list[Any], list[Any], int] | None:
-    """Inputs, outputs and time of a run that works, whatever its free axes are."""
+    context: ExecutionContext,
+    shapes: ModelShapes,
+    sizes: dict[str, int],
+    rows: int,
+    seed: int = 0,
+) -> tuple[list[Any], list[Any], int] | str:
+    """Inputs, outputs and time of a run that works, whatever its free axes are; or why
+    none does."""
     error: EngineError | None = None
     free = any(
         not isinstance(axis, int) for spec in shapes.inputs for axis in spec.shape[1:]
     )
     for guess in _GUESSES if free else _GUESSES[:1]:
-        inputs = make_inputs(shapes, sizes, rows, guess)
+        inputs = make_inputs(shapes, sizes, rows, guess, seed)
         try:
             context.execute(inputs, [None] * len(shapes.outputs))  # cold
             started_ns = time.monotonic_ns()
@@ -116,15 +135,14 @@ def _first_run(
             return inputs, outputs, time.monotonic_ns() - started_ns
         except EngineError as failed:
             error = failed
-    log.info("warm-up with made-up input failed, and is left out: %s", error)
-    return None
+    return str(error)
 
 
 def make_inputs(
-    shapes: ModelShapes, sizes: dict[str, int], rows: int, guess: int
+    shapes: ModelShapes, sizes: dict[str, int], rows: int, guess: int, seed: int = 0
 ) -> list[Any]:
-    """Random inputs: small floats, integers 0 and 1, empty strings."""
-    rng = np.random.default_rng(rows)
+    """Random inputs: small floats, integers 0 and 1, strings of digits."""
+    rng = np.random.default_rng((rows, seed))
     governed = {
         place: sizes[rule.name] for rule in shapes.rules for place in rule.places
     }
@@ -137,7 +155,9 @@ def make_inputs(
         if shapes.batched:
             shape[0] = rows
         if spec.dtype == "BYTES":
-            array = np.full(shape, b"", dtype=object)
+            array = np.empty(shape, dtype=object)
+            flat = rng.integers(0, 100, array.size)
+            array.reshape(-1)[:] = [b"%d" % number for number in flat]
         elif spec.dtype.startswith(("FP", "BF")):
             array = rng.normal(0, 1, shape).astype(spec.numpy)
         else:
@@ -154,7 +174,7 @@ def _check_outputs(
     result: WarmUp,
 ) -> None:
     if shapes.batched and any(not o.ndim or len(o) != rung for o in outputs):
-        result.batches = False
+        result.obstacle = _NO_ROWS
         return
     try:
         fit = shapes.fit(tuple(tuple(a.shape) for a in inputs))
@@ -169,31 +189,46 @@ def _compare_rows(
     context: ExecutionContext,
     shapes: ModelShapes,
     sizes: dict[str, int],
+    rows: int,
+    seed: int,
     result: WarmUp,
 ) -> None:
-    """Whether two rows together give what each gives alone."""
-    run = _first_run(context, shapes, sizes, 2)
-    if run is None:
+    """Whether rows together give what each gives alone."""
+    run = _first_run(context, shapes, sizes, rows, seed)
+    if isinstance(run, str) or result.obstacle is not None:
         return
-    inputs, together, _ = run
-    if any(not o.ndim or len(o) != 2 for o in together):
-        result.batches = False
+    inputs, outputs, _ = run
+    if any(not o.ndim or len(o) != rows for o in outputs):
+        result.obstacle = _NO_ROWS
         return
+    together = [np.array(o) for o in outputs]  # theirs may be used again
     none = [None] * len(shapes.outputs)
-    for row in (0, 1):
-        alone_in = [np.ascontiguousarray(a[row : row + 1]) for a in inputs]
-        kept = [np.array(o[row : row + 1]) for o in together]
+    alone: list[list[Any]] = []
+    for row in range(rows):
+        one = [np.ascontiguousarray(a[row : row + 1]) for a in inputs]
         try:
-            alone = context.execute(alone_in, none)
-        except EngineError:
+            alone.append([np.array(o) for o in context.execute(one, none)])
+        except EngineError as error:
+            result.warnings.append(
+                "a made-up row that runs in a batch does not run alone, so that it "
+                f"could not be checked whether rows depend on each other: {error}"
+            )
             return
-        for spec, a, b in zip(shapes.outputs, alone, kept, strict=True):
-            if a.shape != b.shape or not _close(a, b):
-                result.warnings.append(
-                    f"output {spec.name!r} of a row differs when it runs in a batch: "
-                    'rows depend on each other; batch_axis = "none" keeps them apart'
-                )
-                return
+    for i, spec in enumerate(shapes.outputs):
+        single = [outputs[i] for outputs in alone]
+        if any(o.shape != together[i][:1].shape for o in single):
+            result.obstacle = _NO_ROWS
+            return
+        apart = np.concatenate(single)
+        differs = f"output {spec.name!r} of a row differs when it runs in a batch"
+        if _distance(apart, together[i]) > _MIXED:
+            result.obstacle = f"{differs}: rows depend on each other"
+            return
+        if not result.warnings and not _close(apart, together[i]):
+            result.warnings.append(
+                f"{differs}, though not by much: rows may depend on each other; "
+                'batch_axis = "none" keeps them apart'
+            )
 
 
 def _compare_padding(
@@ -201,21 +236,21 @@ def _compare_padding(
 ) -> None:
     """Whether a padded row gives what it gives unpadded."""
     for rule in shapes.rules:
-        if not rule.padded or len(rule.buckets) < 2:
+        size, bucket = _padded_size(rule.buckets) if rule.padded else (0, 0)
+        if not size:
             continue
-        small = {r.name: r.buckets[0] for r in shapes.rules}
+        small = {r.name: r.buckets[0] for r in shapes.rules} | {rule.name: size}
         run = _first_run(context, shapes, small, 1)
-        if run is None:
+        if isinstance(run, str):
             return
         inputs, outputs, _ = run
         plain = [np.array(o) for o in outputs]
-        bucket = rule.buckets[1]
         padded = []
         for index, array in enumerate(inputs):
             widths = [(0, 0)] * array.ndim
             for place, axis in rule.places:
                 if place == index:
-                    widths[axis] = (0, bucket - rule.buckets[0])
+                    widths[axis] = (0, bucket - size)
             value = rule.pad.get(index, 0)
             padded.append(np.pad(array, widths, constant_values=value))
         try:
@@ -226,15 +261,44 @@ def _compare_padding(
             cut = filled[index]
             if index in rule.outputs:
                 axis, ratio = rule.outputs[index]
-                size = cut_size(rule.buckets[0], ratio)
-                cut = cut[(slice(None),) * axis + (slice(size),)]
-            if cut.shape != plain[index].shape or not _close(cut, plain[index]):
+                cut = cut[(slice(None),) * axis + (slice(cut_size(size, ratio)),)]
+            changes = (
+                f"output {spec.name!r} changes when axis {rule.name!r} is padded from "
+                f"{size} to {bucket}"
+            )
+            if cut.shape != plain[index].shape:
                 result.warnings.append(
-                    f"output {spec.name!r} changes when axis {rule.name!r} is padded "
-                    f"from {rule.buckets[0]} to {bucket} (made-up input, so a mask of "
-                    "ones and zeros may explain it); check axes."
-                    f"{rule.name}.pad and .outputs"
+                    f"{changes}: it has the shape {list(cut.shape)} and not "
+                    f"{list(plain[index].shape)}; axes.{rule.name}.outputs says how it "
+                    "follows the axis"
                 )
+            elif not _close(cut, plain[index]):
+                result.warnings.append(
+                    f"{changes} (made-up input, so a mask of ones and zeros may "
+                    f"explain it); check axes.{rule.name}.pad and .outputs"
+                )
+
+
+def _padded_size(buckets: Sequence[int]) -> tuple[int, int]:
+    """A size and the bucket it is padded to, to compare; zeros where there is none."""
+    if len(buckets) > 1:
+        return buckets[0], buckets[1]  # both are shapes that are run anyway
+    return buckets[0] // 2, buckets[0]
+
+
+def _distance(a: Any, b: Any) -> float:
+    """How far two outputs lie apart: of numbers relative to their size, of all else
+    the share of elements that differ."""
+    if a.dtype == object or a.dtype.kind in "biu":
+        return float(np.mean(a != b)) if a.size else 0.0
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    same = (x == y) | (np.isnan(x) & np.isnan(y))
+    finite = np.isfinite(x) & np.isfinite(y)
+    if not np.all(same | finite):
+        return float("inf")
+    norm = float(np.linalg.norm(x[finite]))
+    apart = float(np.linalg.norm((x - y)[finite]))
+    return apart / norm if norm else float(apart > 0)
 
 
 def _close(a: Any, b: Any) -> bool:

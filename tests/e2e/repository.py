@@ -23,6 +23,10 @@ outputs = [{{ name = "y", shape = [4] }}]
 def write(root: Path, name: str, model: onnx.ModelProto, toml: str = "") -> Path:
     """A model's folder, with one version and its file."""
     models.save(model, root / name / "1" / "model.onnx")
+    witnesses = {"n", "pos"} & {output.name for output in model.graph.output}
+    axis = model.graph.input[0].type.tensor_type.shape.dim[0]
+    if witnesses and axis.dim_param and "batch_axis" not in toml:
+        toml = f'batch_axis = "first"  # rows tell of their batch\n{toml}'
     if toml:
         (root / name / "model.toml").write_text(toml)
     return root / name

@@ -14,6 +14,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from .client import Client, Raw, assert_refused, ones, request, trailing
+from .conftest import Start
 from .daemon import Daemon, eventually
 from .repository import write, write_fake
 
@@ -193,3 +194,18 @@ def test_gzip_bomb(caller: Client, small: Daemon, transport: str) -> None:
     assert_refused(lambda: caller.raw(payload, compression=gzip), EXHAUSTED)
     if transport == "grpcio":  # native has no such limit, and says so
         assert small.rss_kib("VmHWM") - before < 3 * LIMIT_MIB * 1024
+
+
+def test_what_can_never_fit(start: Start, tmp_path: Path) -> None:
+    """A request with more bytes than all may have is told so, and the log warns."""
+    model = write(tmp_path / "models", "id_fp32", models.identity("fp32"))
+    daemon = start(model, "--max-message-mb", "5", "--max-in-flight-mb", "2")
+    with Client(daemon.grpc) as client:
+        error = assert_refused(
+            lambda: client.stub.ModelInfer(body(3 * MIB)), EXHAUSTED, str(2 * MIB)
+        )
+
+    assert "retry-after" not in trailing(error)
+    assert "requests above 2 MiB are refused though --max-message-mb is 5" in (
+        daemon.stderr
+    )

@@ -7,11 +7,14 @@ come back as one run, so the bad one was refused in the same window without a tr
 from __future__ import annotations
 
 import random
+import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
+import hpack
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
@@ -381,3 +384,38 @@ def test_damaged_messages(client: Client) -> None:
             meant = pb.ModelInferRequest.FromString(sent)
             answer = pb.ModelInferResponse.FromString(call.result())
             assert (answer.id, answer.model_name) == (meant.id, meant.model_name)
+
+
+def frame(kind: int, flags: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2, of stream 1 if it is headers or data."""
+    stream = 1 if kind in (0, 1) else 0
+    head = struct.pack(">I", len(payload))[1:] + bytes([kind, flags])
+    return head + struct.pack(">I", stream) + payload
+
+
+@pytest.mark.parametrize("cut", [b"", b"\0\0\0\0\x08abc"], ids=["none", "half"])
+def test_a_call_without_a_whole_message(daemon: Daemon, cut: bytes) -> None:
+    """A call that ends before its message does is answered, and with an error."""
+    host, port = daemon.grpc.split(":")
+    headers = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", "/inference.GRPCInferenceService/ModelInfer"),
+        (":authority", "x"),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ]
+    data = frame(0, 1, cut) if cut else b""
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, b""))
+        block = hpack.Encoder().encode(headers)
+        connection.sendall(frame(1, 4 if cut else 5, block) + data)
+        with connection.makefile("rb") as answers:
+            decoder, status = hpack.Decoder(), None
+            while status is None:
+                head = answers.read(9)
+                content = answers.read(int.from_bytes(head[:3], "big"))
+                if head[3] == 1:
+                    status = dict(decoder.decode(content)).get("grpc-status")
+
+    assert status in {"3", "13"}  # INVALID_ARGUMENT; the Rust front says INTERNAL

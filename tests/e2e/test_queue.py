@@ -22,7 +22,10 @@ SLACK_S = 0.19  # of a test machine that does other things
 
 
 def busy(caller: Client, *models: str) -> list[Call]:
-    """Makes models busy: one runs, one lies ready behind it, the next must wait."""
+    """Makes models busy: one runs, one lies ready behind it, the next must wait.
+
+    (Where the second one could expire before the first has run, it waits too.)
+    """
     calls = [caller.start(model, x=ones()) for model in models for _ in range(2)]
     caller.stub.ServerLive(pb.ServerLiveRequest())  # they have arrived
     return calls
@@ -77,20 +80,22 @@ def waited(timed: Daemon) -> dict[int, Waited]:
 
 
 def wait_behind_others(timed: Daemon) -> dict[int, Waited]:
-    """Sends all cases at one time, each behind two runs of its model."""
+    """Sends all cases at one time, each behind two requests of its model."""
     with Client(timed.grpc) as caller:
         models = ("limited", "fixed", "unlimited")
         before = {model: caller.books(model) for model in models}
         running = busy(caller, *models)
         waiting = {i: Waited(caller, case) for i, case in enumerate(WAITS)}
         codes = [call.code() for call in running]
-        assert codes == [OK] * 6
+        # The second one of a model with a time-out shorter than a run expires.
+        assert codes == [OK, UNAVAILABLE, OK, UNAVAILABLE, OK, OK]
         for one in waiting.values():
             one.call.code()
-        for model in models:
+        for i, model in enumerate(models):
             books = caller.books(model) - before[model]
             ended = [case[3] for case in WAITS if case[0] == model]
-            assert books.requests == books.runs == 2 + ended.count(OK)
+            ended += codes[2 * i : 2 * i + 2]
+            assert books.requests == books.runs == ended.count(OK)
             assert books.failures == len(ended) - ended.count(OK)
         return waiting
 
@@ -113,6 +118,27 @@ def test_a_deadline_that_is_over_at_arrival(caller: Client) -> None:
 
     assert {c.code() for c in calls} == {DEADLINE}
     assert caller.infer("unlimited", x=ones())["y"].tolist() == ones().tolist()
+
+
+def test_a_missed_deadline_is_no_cancelled_call(caller: Client, timed: Daemon) -> None:
+    """A call whose deadline passes counts as refused, whoever notices it first."""
+    failures = "nv_inference_request_failure"
+    before = timed.metrics(failures)
+    running = busy(caller, "unlimited")
+    late = [caller.start("unlimited", x=ones(), timeout=0.1) for _ in range(10)]
+    assert {c.code() for c in late} == {DEADLINE}
+    assert [c.code() for c in running] == [OK, OK]
+
+    def counted() -> dict[str, float]:
+        new = timed.metrics(failures)
+        return {
+            dict(labels)["reason"]: count - before.get((name, labels), 0)
+            for (name, labels), count in new.items()
+            if dict(labels)["model"] == "unlimited"
+        }
+
+    eventually(lambda: counted()["REJECTED"] == 10, what="ten refused requests")
+    assert counted()["CANCELED"] == 0
 
 
 def test_many_timed_out_requests_leave_nothing(caller: Client, timed: Daemon) -> None:

@@ -143,6 +143,21 @@ def test_under_load(start: Start, repository: Path) -> None:
     daemon.check_stderr()
 
 
+def test_open_streams_end_with_a_reason(start: Start, repository: Path) -> None:
+    """A stream that is idle when the daemon ends hears why, on both transports."""
+    daemon = start(repository)
+    with Client(daemon.grpc) as client, Stream(client) as stream:
+        stream.send("probe", x=ones())
+        stream.receive()
+        daemon.signal()
+        with pytest.raises(grpc.RpcError) as ended:
+            stream.receive()
+
+        assert ended.value.code() == UNAVAILABLE
+        assert ended.value.details() == "the server is shutting down"
+        assert daemon.wait_exit() == 0
+
+
 def test_second_signal(repository: Path, tmp_path: Path) -> None:
     """A second signal does not wait for what runs."""
     with Daemon(repository, cwd=tmp_path) as daemon, Client(daemon.grpc) as client:

@@ -31,6 +31,11 @@ X = TensorSpec("x", "INT64", ("N", 2))
 Y = TensorSpec("y", "INT64", ("N", 2))
 
 
+def bytes_of(size: int) -> memoryview:
+    """A buffer."""
+    return memoryview(bytearray(size))
+
+
 class Scripted(Engine):
     """A back end of its own: each run does what the script says, or echoes."""
 
@@ -266,7 +271,7 @@ def test_closing_runs_what_was_started() -> None:
 def staging(*dtypes: str) -> Staging:
     """A staging with one input and one output of each datatype."""
     specs = [TensorSpec(f"t{i}", dtype, ("N", 2)) for i, dtype in enumerate(dtypes)]
-    return Staging(0, specs, specs)
+    return Staging(0, specs, specs, bytes_of)
 
 
 def test_buffers_grow_and_are_kept() -> None:
@@ -347,7 +352,7 @@ def test_strings_run_from_their_objects(tmp_path: Path) -> None:
 
 def test_a_staging_keeps_the_arrays_of_a_cell_until_a_buffer_grows() -> None:
     """The same arrays for a cell; after a larger one, arrays of the new buffer."""
-    staging = Staging(0, [X], [Y])
+    staging = Staging(0, [X], [Y], bytes_of)
     small = Cell([(2, 2)], [(2, 2)])
     before = staging.arrays(small)
 
@@ -365,7 +370,7 @@ def test_a_staging_keeps_the_arrays_of_a_cell_until_a_buffer_grows() -> None:
 
 def test_a_staging_keeps_the_arrays_of_some_cells_only() -> None:
     """Thousands of kinds of batches leave no thousands of arrays behind."""
-    staging = Staging(0, [X], [Y])
+    staging = Staging(0, [X], [Y], bytes_of)
     for _ in range(1000):
         staging.arrays(Cell([(1, 2)], [(1, 2)]))
 

@@ -34,7 +34,6 @@ LONG_FILES = {
 MAY_PRINT = {
     "batcher/cli.py": "a command's output",
     "batcher/cli_bench.py": "a command's output",
-    "batcher/serving/server.py": "the line that says the daemon is ready",
 }
 """Files that print, and what."""
 

@@ -113,7 +113,9 @@ class Harness:
         self.shapes.predict_outputs = predicted
         self.signature = signature_of(self.engine, batched=batched)
         self.context = self.engine.create_context()
-        self.staging = Staging(0, self.engine.inputs, self.engine.outputs)
+        self.staging = Staging(
+            0, self.engine.inputs, self.engine.outputs, self.engine.host_buffer
+        )
 
     def request(self, **inputs: Any) -> InferRequest:
         """A raw request for all outputs."""

@@ -36,6 +36,10 @@ OBSTACLES: dict[str, str | None] = {
 """Why each tiny model cannot batch on axis 0; None where it can."""
 
 
+FIRST = 'batch_axis = "first"\n'
+"""For models whose rows tell of their batch (`models`, "witnesses")."""
+
+
 def sourced(model: onnx.ModelProto, folder: Path, toml: str = "") -> ModelSource:
     """A model's files in a folder."""
     path = models.save(model, folder / "m" / "1" / "model.onnx")
@@ -130,35 +134,97 @@ def test_a_model_that_batches_has_every_size(tmp_path: Path) -> None:
     assert model.rungs == tuple(range(1, 65))
     assert (model.signature.batched, model.signature.max_batch) == (True, 64)
     assert model.signature.max_rows == 4096
-    assert (model.warm_up.batches, model.warm_up.predicted) == (True, True)
+    assert (model.warm_up.obstacle, model.warm_up.predicted) == (None, True)
     assert model.warm_up.warnings == []
 
 
-def test_the_probe_batches_though_its_rows_tell_of_the_batch(tmp_path: Path) -> None:
-    """Outputs that betray the batch are no reason not to batch; they are named."""
-    model = loaded(models.probe(), tmp_path)
+def of_nodes(
+    nodes: list[onnx.NodeProto],
+    kind: int,
+    axes: list[Any],
+    *constants: onnx.TensorProto,
+) -> onnx.ModelProto:
+    """A model x -> y of these nodes, both of this type and these axes."""
+    x = helper.make_tensor_value_info("x", kind, axes)
+    y = helper.make_tensor_value_info("y", kind, axes)
+    graph = helper.make_graph(nodes, "graph", [x], [y], list(constants))
+    opset = [helper.make_opsetid("", 17)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=8)
 
-    assert model.signature.batched is True
-    assert len(model.warm_up.warnings) == 1
-    assert (
-        "output 'n' of a row differs when it runs in a batch"
-        in (model.warm_up.warnings[0])
-    )
+
+def sorts(axis: int) -> onnx.ModelProto:
+    """Puts the rows into order, the largest first or last."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["rows"], start=0, end=1),
+        helper.make_node("TopK", ["x", "rows"], ["y", "at"], axis=0, largest=axis),
+    ]
+    return of_nodes(nodes, 1, ["N", 1])
 
 
-def test_rows_that_depend_on_each_other_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def running_sum(kind: int, axes: list[Any]) -> onnx.ModelProto:
+    """Sums up along axis 0: what a model does that has time there."""
+    axis = helper.make_tensor("axis", 7, [], [0])
+    node = helper.make_node("CumSum", ["x", "axis"], ["y"])
+    return of_nodes([node], kind, axes, axis)
+
+
+MIXES: dict[str, Any] = {
+    "mixrow": models.mixrow,
+    "probe": models.probe,  # its witnesses tell of the batch
+    "time-major": lambda: running_sum(1, ["L", "N"]),
+    "time-major integers": lambda: running_sum(7, ["L"]),
+    "ascending": lambda: sorts(0),
+    "descending": lambda: sorts(1),
+    "distinct": lambda: of_nodes(
+        [helper.make_node("Unique", ["x"], ["y"], axis=0)], 1, ["N", 4]
+    ),
+    "below the largest": lambda: of_nodes(
+        [
+            helper.make_node("ReduceMax", ["x"], ["most"], axes=[0], keepdims=1),
+            helper.make_node("Sub", ["x", "most"], ["y"]),
+        ],
+        7,
+        ["N", 4],
+    ),
+}
+"""Models whose rows depend on each other, though their files say nothing of it."""
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_rows_that_depend_on_each_other_are_kept_apart(
+    mix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model that mixes rows is served, and the log says what to do."""
+    """A model that mixes rows is served unbatched, and the log says why."""
     with caplog.at_level(logging.WARNING):
-        model = loaded(models.mixrow(), tmp_path)
+        model = loaded(MIXES[mix](), tmp_path)
 
-    assert model.signature.batched is True
+    assert (model.signature.batched, model.rungs) == (False, (1,))
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "model 'm': output 'y' of a row differs when it runs in a batch: rows depend "
-        'on each other; batch_axis = "none" keeps them apart'
-    )
+    assert "model 'm' is served without batching" in record.getMessage()
+    assert 'batch_axis = "first"' in record.getMessage()
+
+
+@pytest.mark.parametrize("mix", ["mixrow", "probe", "ascending"])
+def test_a_batch_axis_can_be_vouched_for(
+    mix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `batch_axis = "first"` rows share batches whatever the runs have shown."""
+    with caplog.at_level(logging.WARNING):
+        model = loaded(MIXES[mix](), tmp_path, 'batch_axis = "first"')
+
+    assert (model.signature.batched, model.rungs[-1]) == (True, 64)
+    assert "rows depend on each other, but" in caplog.text
+
+
+def test_rounding_is_no_dependence(tmp_path: Path) -> None:
+    """A scale that is that of the whole batch, as after dynamic quantization, warns."""
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+    ]
+    model = of_nodes(nodes, 1, ["N", 4])
+
+    assert loaded(model, tmp_path).signature.batched is True
 
 
 @pytest.mark.parametrize(
@@ -193,7 +259,7 @@ def test_a_model_with_an_obstacle_is_served_unbatched(
 @pytest.mark.parametrize("name", [n for n in OBSTACLES if not OBSTACLES[n]])
 def test_every_other_model_is_warmed(name: str, tmp_path: Path) -> None:
     """The smallest and the largest rung have run, and their times are known."""
-    model = loaded(models.BUILDERS[name](), tmp_path, max_batch=2)
+    model = loaded(models.BUILDERS[name](), tmp_path, FIRST, max_batch=2)
 
     assert model.rungs == (1, 2)
     assert [rung for _, rung, _ in model.warm_up.costs] == [1, 2]
@@ -227,10 +293,11 @@ def test_a_model_that_made_up_input_breaks_is_served(
         served = loaded(model, tmp_path)
 
     assert (served.signature.batched, served.warm_up.costs) == (True, [])
-    assert "warm-up with made-up input failed, and is left out" in caplog.text
+    assert "model 'm': made-up input does not run (" in caplog.text
+    assert "whether rows depend on each other is not known" in caplog.text
 
 
-def test_rows_whose_outputs_differ_in_shape_are_warned_of(tmp_path: Path) -> None:
+def test_rows_whose_outputs_differ_in_shape_are_kept_apart(tmp_path: Path) -> None:
     """An output that is as wide as the batch's widest row depends on its neighbours."""
     x = helper.make_tensor_value_info("x", 1, ["N", 64])
     y = helper.make_tensor_value_info("y", 1, ["N", "K"])
@@ -248,8 +315,7 @@ def test_rows_whose_outputs_differ_in_shape_are_warned_of(tmp_path: Path) -> Non
 
     served = loaded(model, tmp_path)
 
-    assert served.signature.batched is True
-    assert "output 'y' of a row differs" in served.warm_up.warnings[0]
+    assert served.signature.batched is False
 
 
 def test_axes_with_lying_names_are_noticed(tmp_path: Path) -> None:
@@ -275,7 +341,7 @@ SEQ = "[axes.S]\nbuckets = [4, 8]\npad = {{ ids = 0, mask = {} }}\n"
 
 def test_every_bucket_is_warmed(tmp_path: Path) -> None:
     """Each bucket runs with the smallest and the largest rung."""
-    model = loaded(models.seq(), tmp_path, SEQ.format(0), max_batch=2)
+    model = loaded(models.seq(), tmp_path, FIRST + SEQ.format(0), max_batch=2)
 
     assert [(tails[0], rung) for tails, rung, _ in model.warm_up.costs] == [
         ((4,), 1),
@@ -287,7 +353,7 @@ def test_every_bucket_is_warmed(tmp_path: Path) -> None:
 
 def test_outputs_that_padding_changes_are_warned_of(tmp_path: Path) -> None:
     """What betrays padding is named; the masked output, which does not, is not."""
-    model = loaded(models.seq(), tmp_path, SEQ.format(0))
+    model = loaded(models.seq(), tmp_path, FIRST + SEQ.format(0))
 
     changed = [w.split("'")[1] for w in model.warm_up.warnings if "is padded" in w]
     assert changed == ["rawsum", "len"]
@@ -295,10 +361,35 @@ def test_outputs_that_padding_changes_are_warned_of(tmp_path: Path) -> None:
 
 def test_a_wrong_pad_value_is_warned_of(tmp_path: Path) -> None:
     """A mask that is padded with ones lets the padding through to the output."""
-    model = loaded(models.seq(), tmp_path, SEQ.format(1))
+    model = loaded(models.seq(), tmp_path, FIRST + SEQ.format(1))
 
     changed = [w.split("'")[1] for w in model.warm_up.warnings if "is padded" in w]
     assert changed == ["y", "rawsum", "len"]
+
+
+@pytest.mark.parametrize("batch_axis", ["first", "none"])
+@pytest.mark.parametrize("buckets", ["[4]", "[4, 8]"])
+@pytest.mark.parametrize("outputs", ["", "outputs = { y = { axis = 1, ratio = 0.5 } }"])
+def test_outputs_that_are_not_cut_back_are_warned_of(
+    batch_axis: str, buckets: str, outputs: str, tmp_path: Path
+) -> None:
+    """An output that follows a padded axis in another way than declared is named."""
+    toml = (
+        f'batch_axis = "{batch_axis}"\n[axes.D]\nbuckets = {buckets}\n'
+        f"pad = {{ x = 0 }}\n{outputs}\n"
+    )
+    model = loaded(models.identity("fp32"), tmp_path, toml)
+
+    (warning,) = (w for w in model.warm_up.warnings if "is padded" in w)
+    assert "axes.D.outputs says how it follows the axis" in warning
+
+
+def test_buckets_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
+    """A bucket of terabytes is one clear error."""
+    toml = "[axes.D]\nbuckets = [1000000000000]\npad = { x = 0 }\n"
+    text = refusal(models.identity("fp32"), tmp_path, toml)
+
+    assert "lower max_batch or the buckets" in text
 
 
 # -- configurations -------------------------------------------------------------------
