@@ -32,6 +32,7 @@ app = typer.Typer(
 _KNOBS: Final = {
     "--engine": "engine",
     "--max-batch": "max_batch",
+    "--batch-axis": "batch_axis",
     "--policy": "batching.policy",
     "--max-delay-us": "batching.max_delay_us",
     "--max-queue": "batching.max_queue",
@@ -125,6 +126,15 @@ def serve(
             metavar="ROWS",
             envvar="BATCHER_MAX_BATCH",
             help="Rows of the largest batch. [default: 64]",
+        ),
+    ] = None,
+    batch_axis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|first|none",
+            envvar="BATCHER_BATCH_AXIS",
+            help="Where rows are joined: axis 0 by your word (first), nowhere (none), "
+            "or axis 0 where a check finds rows independent. [default: auto]",
         ),
     ] = None,
     max_queue: Annotated[
@@ -234,6 +244,7 @@ def serve(
     overrides = _given(
         engine=engine,
         max_batch=max_batch,
+        batch_axis=batch_axis,
         batching=batching or None,
         slots=None if slots is None else {"count": slots},
     )

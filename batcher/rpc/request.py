@@ -155,6 +155,8 @@ def _check_type_and_shape(
     )
     if not fits:
         note = " (-1: any size; the first axis is the batch)" if model.batched else ""
+        if any(size < 0 for size in shape):
+            note += ", no size below 0"
         raise InvalidRequest(
             f"unexpected shape for input {name} of model {_quoted(model.name)}: "
             f"expected {signature.wire_shape}{note}, got {_shown(shape)}"

@@ -123,9 +123,9 @@ class Scheduler:
         self,
         slot: int,
         now_ns: int,
-        *,
         run_ns: int,
         error: BatcherError | None = None,
+        *,
         retry: bool = True,
     ) -> Batch:
         """Takes note that the batch running on `slot` has ended, and returns it.

@@ -187,8 +187,8 @@ class Model:
             self.scheduler.cancel(request)
             self._forget(request)
             late = request.deadline_ns <= now_ns + _SLACK_NS  # gRPC was first to notice
-            reason = "REJECTED" if late else "CANCELED"
-            self.statistics.fail(reason, now_ns - request.arrival_ns)
+            kind = "REJECTED" if late else "CANCELED"
+            self.statistics.fail(kind, now_ns - request.arrival_ns)
             self._touch(self)  # a batch behind it may be complete now
 
     # -- the turn -------------------------------------------------------------------
@@ -248,9 +248,7 @@ class Model:
             name = self.signature.name
             self._refusal = ModelNotReady(f"model {name!r}: its engine is dead")
         run_ns = completion.ended_ns - completion.started_ns
-        self.scheduler.complete(
-            index, now_ns, run_ns=run_ns, error=error, retry=not dead
-        )
+        self.scheduler.complete(index, now_ns, run_ns, error, retry=not dead)
         try:
             self._poll(now_ns)  # the slot's next batch first, then these answers
         finally:

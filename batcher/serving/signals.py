@@ -29,7 +29,8 @@ def watch() -> None:
     """Takes the signals over. Until `on_signal` there is nothing to drain: the first
     one ends the process with 0."""
     for number in _SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+        ignored = signal.getsignal(number) == signal.SIG_IGN
+        if not (ignored and number == signal.SIGHUP):  # nohup means what it says
             signal.signal(number, _handle)
 
 

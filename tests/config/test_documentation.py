@@ -36,6 +36,7 @@ FLAGS_OF_MODELS: dict[str, tuple[type[Any], str]] = {
     "max_delay_us": (BatchingConfig, "max_delay_us"),
     "max_queue": (BatchingConfig, "max_queue"),
     "timeout_ms": (BatchingConfig, "timeout_ms"),
+    "batch_axis": (ModelConfig, "batch_axis"),
     "slots": (SlotsConfig, "count"),
 }
 """Knobs of models that are flags too."""

@@ -258,6 +258,7 @@ def test_flags_files_and_variables(tmp_path: Path) -> None:
     folder = write(tmp_path, "probe", models.probe(), window(4, 3000, "max_queue = 77"))
     variables = {"BATCHER_MAX_BATCH": "4", "BATCHER_MAX_DELAY_US": "123"}
     paths = ("my_model.onnx", folder, "--max-batch", "8", "--slots", "2")
+    paths += ("--batch-axis", "first")
     with (
         Daemon(*paths, cwd=tmp_path, variables=variables) as daemon,
         Client(daemon.grpc) as client,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batcher.errors import ModelNotReady, QueueFull, ShuttingDown
+from batcher.errors import ModelNotReady, PayloadTooLarge, QueueFull, ShuttingDown
 from batcher.serving.budget import Budget
 from engines import (
     Engine,
@@ -294,7 +294,7 @@ def test_a_burst_is_not_counted_against_the_queue_before_it_is_run(
 
 def test_the_byte_budget_refuses(make: MakeDesk) -> None:
     """A request that does not fit the bytes in flight is refused, with both numbers."""
-    budget = Budget(100)
+    budget = Budget(160)
     desk = make(budget=budget)
     desk.submit("a", rows(1))
 
@@ -302,7 +302,16 @@ def test_the_byte_budget_refuses(make: MakeDesk) -> None:
         desk.submit("b", rows(*range(8)))
 
     assert f"{budget.used} bytes of requests are in flight" in str(caught.value)
-    assert "the limit is 100" in str(caught.value)
+    assert "the limit is 160" in str(caught.value)
+    desk.settle()
+
+
+def test_what_the_byte_budget_never_holds(make: MakeDesk) -> None:
+    """A request larger than the whole budget is told that waiting does not help."""
+    desk = make(budget=Budget(100))
+
+    with pytest.raises(PayloadTooLarge, match="100 together"):
+        desk.submit("b", rows(*range(8)))
     desk.settle()
 
 
