@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -13,6 +14,11 @@ from batcher.errors import BatcherError, ConfigError
 if TYPE_CHECKING:
     from batcher.tuning.arrivals import Arrivals
     from batcher.tuning.bodies import Body
+
+_DEFAULT_CALLERS: Final = 16
+
+# gRPC sends a deadline in microseconds, or in at most eight digits of seconds.
+_DEADLINE_MS: Final = (0.001, 99_999_999_000.0)
 
 
 def bench(
@@ -41,13 +47,13 @@ def bench(
         ),
     ] = None,
     cv: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="CV",
-            help="Open loop: how bursty. 0 is a constant rate, 1 is Poisson, more is "
-            "Gamma with this coefficient of variation.",
+            help="With --rate: how bursty. 0 is a constant rate, 1 is Poisson, any "
+            "other is Gamma with this coefficient of variation. [default: 1]",
         ),
-    ] = 1.0,
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -60,15 +66,16 @@ def bench(
         list[int] | None,
         typer.Option(
             metavar="N",
-            help="Rows of a request; several make a mix. [default: 1]",
+            help="Rows of a request: the first size of inputs that leave it open; "
+            "several make a mix. [default: 1]",
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME:1,128",
-            help="Shape of an input with dynamic axes; of one input several times "
-            "makes a mix.",
+            help="Shape of an input with dynamic axes, which else have the size 1; of "
+            "one input several times makes a mix.",
         ),
     ] = None,
     npz: Annotated[
@@ -87,7 +94,10 @@ def bench(
     ] = 1.0,
     requests: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Measure this many requests, then stop."),
+        typer.Option(
+            metavar="N",
+            help="Measure this many requests, then stop, or when --seconds are over.",
+        ),
     ] = None,
     connections: Annotated[
         int | None, typer.Option(metavar="N", help="[default: by the load]")
@@ -125,22 +135,44 @@ def bench(
 ) -> None:
     """Measure a server: throughput, latency percentiles, errors, batch sizes.
 
-    Inputs are made up from the server's ModelMetadata unless files are given. Ctrl-C
-    ends early with what was measured so far.
+    Inputs are made up from the server's ModelMetadata unless files are given; the
+    report says their shapes. Ctrl-C ends early with what was measured so far.
+
+    Exit code: 0; 1 when an answer is wrong (--verify), when no request was answered,
+    or when more than half of them failed; 2 when there was no run.
     """
     from rich.console import Console
 
     from batcher.tuning.bench import BenchConfig, run
+    from batcher.tuning.link import Address
     from batcher.tuning.progress import progress_bar
 
     try:
+        Address(target)  # before gRPC's resolver is asked, which takes long
+        if not model.isprintable():  # a name that is no UTF-8 cannot be sent
+            raise ConfigError(f"{model!r} cannot be a model's name")
+        _at_least(
+            1,
+            callers=callers,
+            requests=requests,
+            connections=connections,
+            processes=processes,
+        )
+        for count in rows or ():
+            _at_least(1, rows=count)
+        _at_least(0, cv=cv, warmup=warmup, seed=seed)
+        _at_least(0.001, seconds=seconds)
+        if rate is not None and not 0 < rate < math.inf:
+            raise ConfigError(f"--rate is {rate:g}; it must be above 0")
+        _within(0, 1, verify=verify)
+        _within(*_DEADLINE_MS, deadline_ms=deadline_ms)
         if callers is not None and (rate is not None or trace is not None):
             raise ConfigError("--callers is a closed loop, --rate and --trace are open")
         arrivals = _arrivals(rate, cv, trace)
         config = BenchConfig(
             target=target,
             bodies=_bodies(target, model, rows, shape, npz, deadline_ms, seed),
-            callers=(callers or 16) if arrivals is None else None,
+            callers=(callers or _DEFAULT_CALLERS) if arrivals is None else None,
             arrivals=arrivals,
             connections=connections,
             processes=processes,
@@ -160,22 +192,46 @@ def bench(
         print(report.to_json())
     else:
         report.render(Console())
-    # Failed requests are a result of a load test, wrong answers are not.
-    raise typer.Exit(1 if report.mismatches else 0)
+    raise typer.Exit(0 if report.passed else 1)
 
 
-def _arrivals(rate: float | None, cv: float, trace: Path | None) -> Arrivals | None:
+def _at_least(least: float, **options: float | None) -> None:
+    _within(least, math.inf, **options)
+
+
+def _within(least: float, most: float, **options: float | None) -> None:
+    """Sees to it that the values of options are numbers between two.
+
+    Raises:
+        ConfigError: one is not; it names the flag.
+    """
+    for name, value in options.items():
+        if value is None or (least <= value <= most and value < math.inf):
+            continue
+        limits = f"at least {least:g}"
+        if most < math.inf:
+            limits = f"from {least:g} to {most:,.15g}"
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} is {value:.15g}; it must be {limits}")
+
+
+def _arrivals(
+    rate: float | None, cv: float | None, trace: Path | None
+) -> Arrivals | None:
     from batcher.tuning.arrivals import Constant, Gamma, Poisson, read_trace
 
+    if cv is not None and rate is None:
+        what = "a closed loop" if trace is None else "a --trace"
+        raise ConfigError(f"--cv is of --rate; {what} takes none")
     if trace is not None:
         if rate is not None:
             raise ConfigError("give either --rate or --trace")
         return read_trace(trace)
     if rate is None:
         return None
-    if cv == 0:
-        return Constant(rate)
-    return Poisson(rate) if cv == 1 else Gamma(rate, cv)
+    if cv is None or cv == 1:
+        return Poisson(rate)
+    return Constant(rate) if cv == 0 else Gamma(rate, cv)
 
 
 def _bodies(
@@ -210,6 +266,7 @@ def _bodies(
                     f"--shape {name}: {len(given)} shapes, but another input has "
                     f"{count}; give one, or as many"
                 )
+        mix: list[int] | list[None] = rows or [None]
         bodies = [
             body_from_metadata(
                 target,
@@ -218,7 +275,7 @@ def _bodies(
                 rows=count_rows,
                 seed=seed + i,
             )
-            for count_rows, i in itertools.product(rows or [1], range(count))
+            for count_rows, i in itertools.product(mix, range(count))
         ]
     if deadline_ms is not None:
         deadline_us = int(deadline_ms * 1000)

@@ -5,8 +5,9 @@ back by `on_done`; then `completions` says what has ended. Three stagings per sl
 batch runs, the inputs of the next lie ready, and the outputs of the last are read.
 
 The engine side is a thread today, or two where the context is pipelined: one launches
-the next run while the other waits for the one under way. What crosses the seam (indices, shapes, bytes in
-flat buffers) is such that it can be a process with the buffers in shared memory.
+the next run while the other waits for the one under way. What crosses the seam
+(indices, shapes, bytes in flat buffers) is such that it can be a process with the
+buffers in shared memory.
 """
 
 from __future__ import annotations

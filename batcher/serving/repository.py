@@ -1,8 +1,15 @@
-"""Find the models that paths name: files, model folders, repositories."""
+"""Find the models that paths name: files, model folders, repositories.
+
+What looks like a model and is none is said in a warning, with the way out: a model
+that is left out in silence is missed by its callers first.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +17,15 @@ from typing import Final
 
 from batcher.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 CONFIG_NAME: Final = "model.toml"
 MODEL_FILES: Final = ("model.onnx",)
 MAX_NAME: Final = 128
+_SUFFIX: Final = ".onnx"
+_FILE: Final = "a file"
+_FOLDER: Final = "a folder"
+_NOTHING: Final = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +49,8 @@ def find_models(paths: Iterable[Path]) -> list[ModelSource]:
 
     A path is an `.onnx` file (served under its stem as version 1), a model's folder
     (`<version>/model.onnx`, `model.toml`), or a repository, a folder of such folders.
-    Of several versions the highest is served.
+    Of several versions the highest is served. What is broken or in the wrong place is
+    passed over with a warning.
 
     Raises:
         ConfigError: nothing is there, or two models have one name.
@@ -45,11 +59,13 @@ def find_models(paths: Iterable[Path]) -> list[ModelSource]:
     for path in paths:
         path = path.expanduser()
         if path.is_file():
-            if path.suffix != ".onnx":
+            if path.suffix != _SUFFIX:
                 raise ConfigError(f"{path}: not an .onnx file, nor a folder of models")
             found.append(ModelSource(path.stem, "1", path, None))
         elif path.is_dir():
             found.extend(_folder(path))
+        elif (kind := _kind(path)) != _NOTHING:
+            raise ConfigError(f"{path}: should be a file or folder, is {kind}")
         else:
             raise ConfigError(f"{path}: no such file or folder")
     names: dict[str, ModelSource] = {}
@@ -64,36 +80,157 @@ def find_models(paths: Iterable[Path]) -> list[ModelSource]:
 
 
 def _folder(path: Path) -> list[ModelSource]:
-    if model := _model(path):
-        return [model]
-    children = sorted(p for p in path.iterdir() if p.is_dir() and p.name[0] != ".")
-    models = [m for child in children if (m := _model(child))]
-    if not models:
-        raise ConfigError(
-            f"{path}: no models; expected <model>/<version>/{MODEL_FILES[0]} or "
-            f"<model>/{CONFIG_NAME}"
-        )
-    return models
-
-
-def _model(folder: Path) -> ModelSource | None:
-    """The model in a folder, None when it holds none."""
-    config = folder / CONFIG_NAME
-    known = config if config.is_file() else None
-    versions = sorted(
-        (int(child.name), file)
-        for child in folder.iterdir()
-        if child.is_dir() and is_version(child.name)
-        for name in MODEL_FILES
-        if (file := child / name).is_file()
+    """The models in a folder: itself, or else those of its folders."""
+    children = _children(path)
+    alone, own_faults = _model(path, children)
+    if alone is None or alone.path is None:
+        models, faults = _repository(path, children)
+        if models:
+            _warn(faults)
+            return models
+        if alone is None and not any(is_version(child.name) for child in children):
+            own_faults = faults
+    _warn(own_faults)
+    if alone is not None:
+        return [alone]
+    raise ConfigError(
+        f"{path}: no models; expected <model>/<version>/{MODEL_FILES[0]} or "
+        f"<model>/{CONFIG_NAME}"
     )
+
+
+def _repository(
+    path: Path, children: list[Path]
+) -> tuple[list[ModelSource], list[str]]:
+    """The models in a repository's folders, and what is wrong there."""
+    models = []
+    faults = []
+    for child in children:
+        kind = _kind(child)
+        if child.name == CONFIG_NAME:
+            faults.append(
+                f"{child}: not read, as it is beside the models; move it into a "
+                "model's folder, or remove it"
+            )
+        elif kind == _FOLDER:
+            try:
+                model, more = _model(child, _children(child))
+            except OSError as error:
+                faults.append(
+                    f"{child}: {error.strerror}; let the daemon's user read it, or "
+                    "remove it"
+                )
+                continue
+            faults += more
+            if model is not None:
+                models.append(model)
+            elif not more:
+                faults.append(
+                    f"{child}: no model in it; put <version>/{MODEL_FILES[0]} or "
+                    f"{CONFIG_NAME} there, or remove it"
+                )
+        elif child.suffix == _SUFFIX:
+            there = path / child.stem / "1" / MODEL_FILES[0]
+            faults.append(
+                f"{child}: not served, as it is in no model's folder; move it to "
+                f"{there}, or name the file itself as a PATH"
+            )
+        elif kind != _FILE:
+            faults.append(
+                f"{child}: should be a model's folder, is {kind}; mend or remove it"
+            )
+    return models, faults
+
+
+def _model(folder: Path, children: list[Path]) -> tuple[ModelSource | None, list[str]]:
+    """The model in a folder, None when it holds none, and what is wrong there."""
+    faults: list[str] = []
+    versions: list[tuple[int, Path]] = []
+    config = None
+    for child in children:
+        if child.name == CONFIG_NAME:
+            config = child  # whatever it is: loading the model says what it cannot be
+        elif is_version(child.name):
+            file = _version(child, faults)
+            if file is not None:
+                versions.append((int(child.name), file))
+        elif any(os.path.lexists(child / name) for name in MODEL_FILES):
+            faults.append(
+                f"{child}: not served, as a version is called by a positive number; "
+                "rename it, or remove it"
+            )
+        elif child.suffix == _SUFFIX:
+            there = folder / "1" / MODEL_FILES[0]
+            faults.append(
+                f"{child}: not served, as it is in no version's folder; move it to "
+                f"{there}"
+            )
+        elif child.suffix == ".toml" or child.name == "config.pbtxt":
+            faults.append(
+                f"{child}: not read; the model's knobs are in {folder / CONFIG_NAME}"
+            )
     name = os.path.basename(os.path.abspath(folder))  # of a link its own, for "." too
     if versions:
-        number, file = versions[-1]
-        return ModelSource(name, str(number), file, known)
-    if known is not None:
-        return ModelSource(name, "1", None, known)
+        number, file = max(versions)
+        return ModelSource(name, str(number), file, config), faults
+    if config is not None:
+        return ModelSource(name, "1", None, config), faults
+    return None, faults
+
+
+def _version(folder: Path, faults: list[str]) -> Path | None:
+    """The model's file in a version's folder; without one a fault is added."""
+    kind = _kind(folder)
+    if kind != _FOLDER:
+        faults.append(
+            f"{folder}: should be a version's folder with {MODEL_FILES[0]} in it, is "
+            f"{kind}; mend or remove it"
+        )
+        return None
+    for name in MODEL_FILES:
+        kind = _kind(folder / name)
+        if kind == _FILE:
+            return folder / name
+        if kind != _NOTHING:
+            faults.append(
+                f"{folder / name}: should be a file, is {kind}; put the model's file "
+                f"there, or remove {folder}"
+            )
+            return None
+    faults.append(
+        f"{folder}: no {' or '.join(MODEL_FILES)} in it; put the model's file there "
+        "under that name, or remove the folder"
+    )
     return None
+
+
+def _children(folder: Path) -> list[Path]:
+    """What is in a folder, but for what is hidden."""
+    children = sorted(folder.iterdir())
+    for child in children:
+        if child.name[0] == ".":
+            log.debug("%s: passed over, as its name begins with a dot", child)
+    return [child for child in children if child.name[0] != "."]
+
+
+def _kind(path: Path) -> str:
+    """What is at a path, in words; `_FILE` and `_FOLDER` are what can be used."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            return f"out of reach ({error.strerror})"
+        if path.is_symlink():
+            return f"a link to {os.readlink(path)}, which is not there"
+        return _NOTHING
+    if stat.S_ISREG(mode):
+        return _FILE
+    return _FOLDER if stat.S_ISDIR(mode) else "a pipe, socket or device"
+
+
+def _warn(faults: list[str]) -> None:
+    for fault in faults:
+        log.warning("%s", fault)
 
 
 def is_version(text: str) -> bool:
@@ -102,7 +239,8 @@ def is_version(text: str) -> bool:
 
 
 def check_name(source: ModelSource) -> None:
-    """Sees to it that a model can be addressed by its name everywhere.
+    """Sees to it that a model can be addressed by its name everywhere, and that what
+    configures it is a file.
 
     Raises:
         ConfigError: it cannot, and why.
@@ -115,3 +253,8 @@ def check_name(source: ModelSource) -> None:
         )
     if len(name) > MAX_NAME:
         raise ConfigError(f"{path}: a model's name has at most {MAX_NAME} characters")
+    if source.config is not None and (kind := _kind(source.config)) != _FILE:
+        raise ConfigError(
+            f"{source.config}: should be a file, is {kind}; put the model's knobs "
+            "there, or remove it for the defaults"
+        )

@@ -109,15 +109,16 @@ def read_trace(path: Path) -> Trace:
             continue
         try:
             offset_ns = round(float(fields[0]) * 1e9)
+            last_ns = offsets[-1] if offsets else 0
+            offsets.append(offset_ns)
             bodies.extend(int(field) for field in fields[1:])
         except (ValueError, OverflowError):
             raise ConfigError(f"trace {path}, line {number}: {line!r}") from None
-        if offset_ns < (offsets[-1] if offsets else 0) or len(fields) > 2:
+        if offset_ns < last_ns or len(fields) > 2:
             raise ConfigError(
                 f"trace {path}, line {number}: {line!r}; offsets are seconds that do "
                 "not decrease, with at most one body index after them"
             )
-        offsets.append(offset_ns)
     if bodies and len(bodies) != len(offsets):
         raise ConfigError(f"trace {path}: give every arrival a body index, or none")
     return Trace(offsets, bodies or None)

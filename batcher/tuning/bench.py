@@ -192,8 +192,10 @@ def run(
     facts = RunFacts(
         target=config.target,
         load=config.load(),
-        open_loop=config.arrivals is not None,
-        counted=config.requests is not None,
+        bodies=bodies,
+        arrivals=config.arrivals,
+        length_ns=sum(_lengths_ns(config)),
+        requests=config.requests,
         connections=connections,
         seed=config.seed,
         interrupted=interrupted,
@@ -376,11 +378,12 @@ def _check_order(name: str, value: int | None, of: str, limit: int | None) -> No
 def _check_trace(trace: Trace, bodies: int, warmup_s: float) -> None:
     if trace.length_ns < warmup_s * 1e9:
         raise ConfigError(
-            f"the trace is {trace.length_ns / 1e9:g} s long, and warmup_s is "
-            f"{warmup_s:g}: nothing would be measured"
+            f"the trace is {trace.length_ns / 1e9:g} s long, and the warm-up "
+            f"(warmup_s, --warmup) {warmup_s:g} s: nothing would be measured"
         )
-    if trace.bodies is not None and not all(0 <= i < bodies for i in trace.bodies):
+    unknown = next((i for i in trace.bodies or () if not 0 <= i < bodies), None)
+    if unknown is not None:
         raise ConfigError(
-            f"the trace names body {max(trace.bodies)}, but there are {bodies} bodies, "
-            "numbered from 0"
+            f"the trace names body {unknown}, but there are {bodies} bodies, numbered "
+            "from 0"
         )

@@ -8,6 +8,7 @@ and grpcio are imported where they are used: a worker process needs neither.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -41,6 +42,8 @@ _ITEM_BYTES: Final = {
     "BF16": 2,
 }
 
+_WORD_BYTES: Final = 12  # a random string's
+_MESSAGE_BYTES: Final = 2**31 - 1  # of protobuf
 _METADATA_TIMEOUT_S: Final = 10.0
 
 
@@ -66,7 +69,7 @@ def body_from_metadata(
     *,
     version: str = "",
     shapes: Mapping[str, Sequence[int]] | None = None,
-    rows: int = 1,
+    rows: int | None = None,
     seed: int = 0,
 ) -> Body:
     """A body of random values for a model that a server describes.
@@ -76,14 +79,17 @@ def body_from_metadata(
         model: name of the model.
         version: of the model; empty leaves the choice to the server.
         shapes: shapes of inputs by name, where the metadata's are not fixed or not
-            wanted; other dynamic dimensions are 1.
-        rows: the first dimension of the other inputs, where it is dynamic.
+            wanted; other dynamic dimensions are 1, and the body says that they are
+            `guessed`.
+        rows: the first dimension of the other inputs, where it is dynamic; None
+            takes 1.
         seed: of the values. Floats are normal, integers 0 or 1 (valid as a token, a
             mask and a segment alike), strings random words of 8 letters.
 
     Raises:
         BatcherError: the server cannot be reached or does not know the model.
-        ConfigError: a shape is for no input, or has another number of dimensions.
+        ConfigError: a shape is for no input, has another number of dimensions, or
+            makes a request too large; or no input takes `rows`.
     """
     from batcher.rpc.messages import ModelMetadataRequest, ModelMetadataResponse
     from batcher.tuning.unary import call
@@ -98,11 +104,14 @@ def body_from_metadata(
     shapes = dict(shapes or {})
     random = np.random.default_rng(seed)
     tensors = []
+    guessed = []
     for declared in metadata.inputs:
         dims = [int(dim) for dim in declared.shape]
         shape = tuple(shapes.pop(declared.name, ()))
         if not shape:
-            first = [rows if dim < 0 else dim for dim in dims[:1]]
+            first = [(rows or 1) if dim < 0 else dim for dim in dims[:1]]
+            if min(dims[1:], default=0) < 0:
+                guessed.append(declared.name)
             shape = (*first, *(1 if dim < 0 else dim for dim in dims[1:]))
         if len(shape) != len(dims) or any(
             dim not in (-1, given) for dim, given in zip(dims, shape, strict=True)
@@ -111,6 +120,7 @@ def body_from_metadata(
                 f"input {declared.name!r} of model {model!r} has the shape {dims} "
                 f"(-1 is any size), not {list(shape)}"
             )
+        _check_size(declared.name, declared.datatype, shape)
         raw = _random_raw(random, declared.datatype, math.prod(shape))
         tensors.append((declared.name, declared.datatype, shape, raw))
     if shapes:
@@ -118,7 +128,22 @@ def body_from_metadata(
         raise ConfigError(
             f"shape for {', '.join(shapes)}, but model {model!r} has the inputs {names}"
         )
-    return _body(model, version, tensors)
+    if rows is not None and all(shape[:1] != (rows,) for _, _, shape, _ in tensors):
+        sent = ", ".join(f"{name} {list(shape)}" for name, _, shape, _ in tensors)
+        raise ConfigError(
+            f"rows is {rows}, but no input of model {model!r} takes it, as the first "
+            f"sizes are fixed or given: {sent or 'it has no inputs'}"
+        )
+    return replace(_body(model, version, tensors), guessed=tuple(guessed))
+
+
+def _check_size(name: str, datatype: str, shape: tuple[int, ...]) -> None:
+    size_bytes = math.prod(shape) * _ITEM_BYTES.get(datatype, _WORD_BYTES)
+    if size_bytes > _MESSAGE_BYTES or max(shape, default=0) >= 2**63:
+        raise ConfigError(
+            f"input {name!r} of shape {list(shape)} has {size_bytes:,} bytes; a "
+            f"message has at most {_MESSAGE_BYTES:,}"
+        )
 
 
 def body_from_arrays(
@@ -158,10 +183,12 @@ def body_from_npz(model: str, path: Path, *, version: str = "") -> Body:
         ConfigError: the file cannot be read, or holds pickled objects.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Not by its path: numpy leaves it open when it is damaged.
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError) as fault:
-        raise ConfigError(f"body {path}: {fault}") from fault
+    except Exception as fault:
+        # numpy, zipfile and zlib have errors of their own for files that are damaged.
+        raise ConfigError(f"body {path}: no .npz file ({fault})") from fault
     return body_from_arrays(model, arrays, version=version)
 
 

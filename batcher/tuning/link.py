@@ -39,6 +39,8 @@ class Address:
         if target.startswith("unix:"):
             path = target.removeprefix("unix:")
             self._path = path[2:] if path.startswith("//") else path
+            if not self._path:
+                raise ConfigError(f"target {target!r}: the path is missing")
             self.authority = "localhost"
             self._resolved: list[tuple[int, tuple[object, ...]]] = []
             return
@@ -49,6 +51,8 @@ class Address:
             )
         self._path = ""
         self.authority = target
+        if not 0 < int(match[3]) < 2**16:  # the resolver takes it modulo 65536
+            raise ConfigError(f"target {target!r}: a port is from 1 to 65535")
         host = match[1] or match[2]
         try:
             found = socket.getaddrinfo(host, int(match[3]), type=socket.SOCK_STREAM)

@@ -44,6 +44,9 @@ class Body:
     metadata: Metadata = ()
     """Metadata sent with each call; the value of a `-bin` key is bytes."""
 
+    guessed: tuple[str, ...] = ()
+    """Inputs with axes of any size, for which nobody has given one."""
+
     expected_raw: tuple[bytes, ...] | None = None
     """The answer's `raw_output_contents`, for verification; None takes the answer
     to the request that is sent before the run as the right one."""

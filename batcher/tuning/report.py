@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 PERCENTILES: Final = (50.0, 90.0, 99.0, 99.9)
 """Percentiles in the report."""
 
+_SHOWN_BODIES: Final = 8
+"""Bodies whose shapes the text has; JSON has all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
@@ -30,6 +33,9 @@ class BenchReport:
 
     load: str
     """The load in words, such as `closed loop, 64 callers`."""
+
+    bodies: tuple[str, ...]
+    """What was sent, by the number of the body: its inputs and their shapes."""
 
     connections: int
     """Connections to the server."""
@@ -107,6 +113,13 @@ class BenchReport:
         """Measured requests that failed."""
         return sum(error.count for error in self.errors.values())
 
+    @property
+    def passed(self) -> bool:
+        """Whether the figures tell of the server at work: some request was answered, no
+        more than half failed, and no compared answer was wrong."""
+        enough = self.succeeded > 0 and 2 * self.failed <= self.sent
+        return enough and not self.mismatches
+
     def as_dict(self) -> dict[str, object]:
         """The report under stable keys, with units in their names."""
         models = None
@@ -116,6 +129,7 @@ class BenchReport:
             "format": 1,
             "target": self.target,
             "load": self.load,
+            "bodies": list(self.bodies),
             "connections": self.connections,
             "processes": self.processes,
             "seed": self.seed,
@@ -162,20 +176,28 @@ class BenchReport:
         for use in self.models or ():
             console.print(_model_table(use))
         if self.models is None:
-            console.print(f"Server statistics: not available ({self.models_note})")
+            console.print(
+                f"Server statistics: not available ({escape(self.models_note)})"
+            )
         for warning in self.warnings:
             console.print(f"[yellow]Warning:[/yellow] {escape(warning)}")
 
     def _figures(self) -> Table:
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=f"{self.target}: {self.load}", show_header=False)
+        title = escape(f"{self.target}: {self.load}")
+        table = Table(title=title, show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right")
 
         def row(name: str, value: str) -> None:
             table.add_row(name, value)
 
+        for index, body in enumerate(self.bodies[:_SHOWN_BODIES]):
+            row(f"Body {index}" if len(self.bodies) > 1 else "Body", escape(body))
+        if len(self.bodies) > _SHOWN_BODIES:
+            row("", f"and {len(self.bodies) - _SHOWN_BODIES} more")
         row("Answered", f"{self.answered_per_s:,.1f} requests/s")
         if self.offered_per_s is not None:
             row("Offered", f"{self.offered_per_s:,.1f} requests/s")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from batcher.tuning.arrivals import Trace
 from batcher.tuning.percentiles import LatencySummary
 from batcher.tuning.plan import ErrorCount
 from batcher.tuning.report import BenchReport
@@ -12,7 +14,8 @@ from batcher.tuning.report import BenchReport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batcher.tuning.plan import WorkerResult
+    from batcher.tuning.arrivals import Arrivals
+    from batcher.tuning.plan import Body, WorkerResult
     from batcher.tuning.server_stats import ModelUse
 
 BUSY_LIMIT: Final = 0.9
@@ -34,11 +37,17 @@ class RunFacts:
     load: str
     """The load in words."""
 
-    open_loop: bool
-    """Whether the load has arrivals of its own."""
+    bodies: tuple[Body, ...]
+    """What was sent."""
 
-    counted: bool
-    """Whether the run was of a number of requests, not of a length of time."""
+    arrivals: Arrivals | None
+    """When requests were due; None in closed loop."""
+
+    length_ns: int
+    """Nanoseconds that warm-up and window were to last together."""
+
+    requests: int | None
+    """Number of requests that were to be measured, None for a length of time only."""
 
     connections: int
     """Connections to the server."""
@@ -59,13 +68,15 @@ class RunFacts:
 def summarise(facts: RunFacts, results: Sequence[WorkerResult]) -> BenchReport:
     """Put the report of a run together."""
     latency = LatencySummary(r.latency for r in results)
-    lag = LatencySummary(r.send_lag for r in results) if facts.open_loop else None
+    open_loop = facts.arrivals is not None
+    lag = LatencySummary(r.send_lag for r in results) if open_loop else None
     window_s = max(r.window_ns for r in results) / 1e9
     sent = sum(r.sent for r in results)
     handled = sum(r.handled for r in results)
     report = BenchReport(
         target=facts.target,
         load=facts.load,
+        bodies=tuple(b.label or f"{len(b.message):,} bytes" for b in facts.bodies),
         connections=facts.connections,
         processes=len(results),
         seed=facts.seed,
@@ -74,7 +85,7 @@ def summarise(facts: RunFacts, results: Sequence[WorkerResult]) -> BenchReport:
         sent=sent,
         succeeded=sum(r.succeeded for r in results),
         answered_per_s=_answered_per_s(facts, results, window_s),
-        offered_per_s=_per_s(sent, window_s) if facts.open_loop else None,
+        offered_per_s=_per_s(sent, window_s) if open_loop else None,
         errors=_errors(results),
         latency=latency,
         send_lag=lag,
@@ -94,14 +105,15 @@ def summarise(facts: RunFacts, results: Sequence[WorkerResult]) -> BenchReport:
         models_note=facts.models_note,
         warnings=(),
     )
-    return replace(report, warnings=tuple(_warnings(report)))
+    warnings = (*_about_the_load(facts, sent), *_warnings(report))
+    return replace(report, warnings=warnings)
 
 
 def _answered_per_s(
     facts: RunFacts, results: Sequence[WorkerResult], window_s: float
 ) -> float:
     """The rate of OK answers: of those counted, or of those that came meanwhile."""
-    if facts.counted:
+    if facts.requests is not None:
         return _per_s(sum(r.succeeded for r in results), window_s)
     return sum(_per_s(r.answered, r.wall_ns / 1e9) for r in results)
 
@@ -119,10 +131,42 @@ def _errors(results: Sequence[WorkerResult]) -> dict[str, ErrorCount]:
     return merged
 
 
+def _about_the_load(facts: RunFacts, sent: int) -> list[str]:
+    """What was sent otherwise than a reader might think."""
+    found = []
+    guessed = dict.fromkeys(name for body in facts.bodies for name in body.guessed)
+    if guessed:
+        found.append(
+            f"nobody said how large the inputs {', '.join(guessed)} are: their axes of "
+            "any size were sent with size 1; give --shape what real requests have"
+        )
+    if facts.interrupted:
+        return found
+    if facts.requests is not None and sent < facts.requests:
+        found.append(
+            f"{sent:,} of the {facts.requests:,} requests asked for were measured: the "
+            "time was over (--seconds)"
+        )
+    elif facts.requests is None and isinstance(facts.arrivals, Trace):
+        offsets = facts.arrivals.offsets_ns
+        due = bisect_left(offsets, facts.length_ns)
+        if due < len(offsets):
+            found.append(
+                f"{due:,} of the trace's {len(offsets):,} arrivals were sent: the time "
+                "was over (--seconds)"
+            )
+    return found
+
+
 def _warnings(report: BenchReport) -> list[str]:
     found = []
     if not report.succeeded:
         found.append("no request succeeded: there is no latency to report")
+    elif not report.passed and not report.mismatches:
+        found.append(
+            f"{report.failed:,} of {report.sent:,} requests failed: the figures are of "
+            "the few that did not"
+        )
     pairs = zip(report.generator_busy, report.generator_starved, strict=True)
     for index, (busy, starved) in enumerate(pairs):
         if busy + starved > BUSY_LIMIT:

@@ -354,7 +354,7 @@ def test_the_report_as_json_and_as_text(
 
     found = json.loads(report.to_json())
     assert set(found) == {
-        *("format", "target", "load", "connections", "processes", "seed"),
+        *("format", "target", "load", "bodies", "connections", "processes", "seed"),
         *("window_s", "interrupted", "sent", "succeeded", "failed"),
         *("answered_per_s", "offered_per_s", "latency", "send_lag", "errors"),
         *("verified", "mismatches", "mismatch_sample", "retries"),
