@@ -93,6 +93,7 @@ class TensorRTEngine(Engine):
             self._profile(i) for i in range(engine.num_optimization_profiles)
         )
         self._kernels: Any = None
+        self._spare: dict[int, Any] = {}
         self._runtime_config = self._configured()
         self.activation_bytes = max(
             engine.get_device_memory_size_for_profile_v2(i)
@@ -140,6 +141,13 @@ class TensorRTEngine(Engine):
         if context is None:
             raise EngineRunError(f"{self._name}: no execution context: {said}")
         return context
+
+    def spare_context(self, profile: int) -> Any:
+        """A context with this profile that was made for its sizes, once; or None.
+
+        To make one takes seconds where the kernels are not in the cache.
+        """
+        return self._spare.pop(profile, None)
 
     def new_allocator(self) -> Any:
         """Memory for an output whose shape the run decides."""
@@ -243,10 +251,7 @@ class TensorRTEngine(Engine):
         largest = [0] * len(self.outputs)
         stream = cuda.Stream()
         for index, profile in enumerate(self.profiles):
-            # It runs nothing: no kernels are made for it.
-            context = self._engine.create_execution_context(
-                self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-            )
+            context = self._spare[index] = self.new_context()
             context.set_optimization_profile_async(index, stream.number)
             stream.synchronize()
             for spec in self.inputs:

@@ -242,6 +242,10 @@ class Lane(PipelinedContext):
         return _Cell(context, shapes, tuple(outputs), sum(sizes) <= _ALONG)
 
     def _make_context(self, profile: int) -> Any:
+        context = self._engine.spare_context(profile)
+        if context is not None:
+            context.set_device_memory(self._block.pointer, self._block.size)
+            return context
         context = self._engine.new_context()
         context.set_device_memory(self._block.pointer, self._block.size)
         if not context.set_optimization_profile_async(profile, self._compute.number):
