@@ -192,7 +192,7 @@ class Lane(PipelinedContext):
                 with cuda.capture(self._compute) as captured:
                     self._enqueue_plain(cell, index)
                 cell.graphs[index] = captured[0]
-        except (EngineRunError, cuda.OutOfDeviceMemory) as error:
+        except EngineRunError as error:
             log.warning("shapes %s run without a graph: %s", shapes, error)
             cell.graphs = [None] * SETS
             return plain_ns, 0

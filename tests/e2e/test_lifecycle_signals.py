@@ -134,14 +134,20 @@ def test_during_a_load(
     assert list(temporary.glob("batcher-*")) == []
 
 
-def test_what_was_accepted_during_a_load(start: Start, hanging: Path) -> None:
-    """A model that is served already answers before the daemon ends."""
+def half_loaded(start: Start, hanging: Path) -> tuple[Daemon, int]:
+    """A daemon that serves one model and loads another, and its gRPC port."""
     port = free_port()
     addresses = ("--grpc-address", f"127.0.0.1:{port}")
     addresses += ("--http-address", f"127.0.0.1:{free_port()}")
     daemon = start(hanging, *addresses, ready=False)
     eventually(daemon.reached, 20)
     eventually(lambda: 'model="a"' in daemon.get("/metrics")[1])
+    return daemon, port
+
+
+def test_what_was_accepted_during_a_load(start: Start, hanging: Path) -> None:
+    """A model that is served already answers before the daemon ends."""
+    daemon, port = half_loaded(start, hanging)
     with Client(f"127.0.0.1:{port}") as client:
         call = long_call(client, "a", TURNS)
         eventually(lambda: daemon.in_flight_bytes() > 40)
@@ -173,12 +179,7 @@ def test_a_second_signal_leaves_nothing(
 
 def test_a_second_signal_during_a_load(start: Start, hanging: Path) -> None:
     """The second signal does not wait for what the first one waits for."""
-    port = free_port()
-    addresses = ("--grpc-address", f"127.0.0.1:{port}")
-    addresses += ("--http-address", f"127.0.0.1:{free_port()}")
-    daemon = start(hanging, *addresses, ready=False)
-    eventually(daemon.reached, 20)
-    eventually(lambda: 'model="a"' in daemon.get("/metrics")[1])
+    daemon, port = half_loaded(start, hanging)
     with Client(f"127.0.0.1:{port}") as client:
         call = long_call(client, "a", 30 * TURNS)
         eventually(lambda: daemon.in_flight_bytes() > 40)

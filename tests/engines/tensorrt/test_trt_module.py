@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from importlib.metadata import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,7 @@ from engines import EngineLoadError
 from engines.tensorrt import facts, messages
 from engines.tensorrt.messages import collected_errors, logger
 from engines.tensorrt.module import (
+    EXTRAS,
     FlavourChoice,
     ModuleBroken,
     ModuleMissing,
@@ -329,3 +331,10 @@ def test_the_driver_is_asked(
         gpu = facts.Gpu(0, "NVIDIA H200", "9.0", 1 << 37)
         assert fact.gpus == (gpu, replace(gpu, index=1))
         assert fact.cuda_version == "13.0"
+
+
+def test_what_installs_a_flavour_exists() -> None:
+    """Every extra that a text tells people to install is one of the package's."""
+    extras = {text.split("[")[1].split("]")[0] for text in EXTRAS.values()}
+
+    assert extras <= set(metadata("trt-batcher").get_all("Provides-Extra") or [])
