@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import metadata
 from pathlib import Path
@@ -39,14 +40,24 @@ class HardwareCompatibilityLevel:
 """
 
 
+BACK_ENDS = ("tensorrt", "cuda")
+
+
+def take_out() -> dict[str, ModuleType]:
+    """Takes TensorRT and CUDA out of the loaded modules, or what stands in for them."""
+    names = [n for n in sys.modules if n.split("_")[0].split(".")[0] in BACK_ENDS]
+    return {name: sys.modules.pop(name) for name in names}
+
+
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An import path with nothing on it but what a test writes (and the library)."""
-    for name in [n for n in sys.modules if n.split(".")[0].startswith("tensorrt")]:
-        monkeypatch.delitem(sys.modules, name)
+    loaded = take_out()
     library = [p for p in sys.path if "site-packages" not in p]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *library])
-    return tmp_path
+    yield tmp_path
+    take_out()  # what the test has made
+    sys.modules.update(loaded)
 
 
 def install(folder: Path, name: str, source: str) -> None:
@@ -313,11 +324,8 @@ def test_the_driver_is_asked(
     state: str,
     detail: str,
     installed: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bindings, driver and GPU missing are told apart (with a stand-in for CUDA)."""
-    for name in [n for n in sys.modules if n.split(".")[0] == "cuda"]:
-        monkeypatch.delitem(sys.modules, name)
     if init is not None:
         (installed / "cuda").mkdir()
         install(installed, "cuda/bindings", "")
