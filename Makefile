@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test check unit protos format bench-frontend bench-batching clean
+.PHONY: help demo test test-gpu check unit protos format bench-frontend bench-batching clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -26,6 +26,9 @@ check: $(VENV)/.dev  ## Linters, types, import rules, freshness of the protos
 
 unit: $(VENV)/.dev  ## The test suite, against the installed package
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+test-gpu: $(VENV)/.dev  ## The tests that need a GPU (and fail without one)
+	BATCHER_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu
 
 protos: $(VENV)/.dev  ## Write what is generated from protos/
 	$(BIN)/python protos/generate.py

@@ -19,6 +19,8 @@ if _DAEMON:
 import typer  # noqa: E402
 
 from batcher.cli_bench import bench  # noqa: E402
+from batcher.cli_build import build  # noqa: E402
+from batcher.cli_doctor import doctor  # noqa: E402
 
 app = typer.Typer(
     name="batcher",
@@ -38,6 +40,7 @@ _KNOBS: Final = {
     "--max-queue": "batching.max_queue",
     "--timeout-ms": "batching.timeout_ms",
     "--slots": "slots.count",
+    "--precision": "tensorrt.precision",
 }
 """Flags that win over every model's file, and the keys that they set there."""
 
@@ -45,6 +48,8 @@ _KNOBS: Final = {
 _USAGE_ERROR: Final[Any] = typer.BadParameter.__mro__[1]
 
 app.command()(bench)
+app.command()(build)
+app.command()(doctor)
 
 
 @app.callback(invoke_without_command=True)
@@ -65,8 +70,9 @@ def serve(
         list[Path],
         typer.Argument(
             metavar="PATH...",
-            help="An .onnx file, a model's folder, or a repository of such folders "
-            "(<model>/<version>/model.onnx, <model>/model.toml).",
+            help="An .onnx file or a TensorRT .plan, a model's folder, or a repository "
+            "of such folders (<model>/<version>/model.onnx or model.plan, "
+            "<model>/model.toml).",
         ),
     ],
     grpc_address: Annotated[
@@ -100,7 +106,17 @@ def serve(
         typer.Option(
             metavar="auto|onnxruntime|tensorrt|fake",
             envvar="BATCHER_ENGINE",
-            help="The back end that runs the models. [default: auto]",
+            help="The back end that runs the models; auto goes by the kind of file: "
+            "TensorRT for a plan, ONNX Runtime on the CPU for ONNX. [default: auto]",
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="keep|fp32|fp16|bf16",
+            envvar="BATCHER_PRECISION",
+            help="What TensorRT makes of FP32 models; inputs and outputs keep their "
+            "types. [default: keep]",
         ),
     ] = None,
     policy: Annotated[
@@ -158,7 +174,8 @@ def serve(
         typer.Option(
             metavar="N",
             envvar="BATCHER_SLOTS",
-            help="Batches that run at the same time. [default: 1]",
+            help="Batches that run at the same time, per device. [default: 1, on a GPU "
+            "2]",
         ),
     ] = None,
     socket_mode: Annotated[
@@ -183,6 +200,32 @@ def serve(
             metavar="MIB",
             envvar="BATCHER_MAX_IN_FLIGHT_MB",
             help="Most bytes of requests in the daemon. [default: a quarter of memory]",
+        ),
+    ] = None,
+    plan_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            envvar="BATCHER_PLAN_CACHE",
+            help="Where TensorRT plans are kept that were built here; daemons may "
+            "share it. [default: batcher/plans in the user's cache folder]",
+        ),
+    ] = None,
+    plan_cache_mb: Annotated[
+        int | None,
+        typer.Option(
+            metavar="MIB",
+            envvar="BATCHER_PLAN_CACHE_MB",
+            help="How large the plan cache may grow, 0 for no limit. [default: 0]",
+        ),
+    ] = None,
+    plugin_folder: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FOLDER",
+            envvar="BATCHER_PLUGIN_FOLDER",
+            help="Where TensorRT plugin libraries may lie that models name; may be "
+            "given several times. None are loaded otherwise.",
         ),
     ] = None,
     drain_timeout: Annotated[
@@ -230,6 +273,9 @@ def serve(
         transport=transport,
         max_message_mb=max_message_mb,
         max_in_flight_mb=max_in_flight_mb,
+        plan_cache=plan_cache,
+        plan_cache_mb=plan_cache_mb,
+        plugin_folder=tuple(plugin_folder) if plugin_folder else None,
         drain_timeout_s=drain_timeout,
         strict_triton_codes=strict_triton_codes or None,
         log_format=log_format,
@@ -247,6 +293,7 @@ def serve(
         batch_axis=batch_axis,
         batching=batching or None,
         slots=None if slots is None else {"count": slots},
+        tensorrt=None if precision is None else {"precision": precision},
     )
     # What gRPC's core would print on stderr is said by our own errors, in one line.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -256,8 +303,9 @@ def serve(
         if socket_mode is not None:
             server["socket_mode"] = _octal(socket_mode)
         config = from_mapping(ServerConfig, server, "options")
-        if max_batch == 0:  # in a model's file it stands for the default
-            raise ConfigError("--max-batch must be at least 1, got 0")
+        for flag, value in (("--max-batch", max_batch), ("--slots", slots)):
+            if value == 0:  # in a model's file it stands for the default
+                raise ConfigError(f"{flag} must be at least 1, got 0")
         check_overrides(overrides, _KNOBS)
         logs.setup(config.log_format, config.log_level)
         from batcher.serving.server import serve as run

@@ -17,6 +17,7 @@ from engines.errors import (
     EngineDeadError,
     EngineError,
     EngineLoadError,
+    EngineLostError,
     EngineRunError,
 )
 from engines.fake import FakeEngine, FakeOptions
@@ -33,6 +34,7 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "EngineLoadError",
+    "EngineLostError",
     "EngineRunError",
     "ExecutionContext",
     "FakeEngine",
@@ -49,7 +51,7 @@ def open(path: Path | str, *, contexts: int = 1) -> Engine:
     """Opens the model at `path` with the back end for its kind of file.
 
     Args:
-        path: an `.onnx` file.
+        path: an `.onnx` file, or a TensorRT `.plan`.
         contexts: how many runs will be made at the same time.
 
     Raises:
@@ -60,4 +62,8 @@ def open(path: Path | str, *, contexts: int = 1) -> Engine:
         from engines.onnxruntime import OnnxRuntimeEngine
 
         return OnnxRuntimeEngine(path, contexts=contexts)
+    if path.suffix == ".plan":
+        from engines.tensorrt.prepare import open_plan
+
+        return open_plan(path, name=path.stem)
     raise EngineLoadError(f"{path}: no engine for files ending in {path.suffix!r}")

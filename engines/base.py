@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -56,6 +57,24 @@ class ExecutionContext(ABC):
     def enter_thread(self) -> None:  # noqa: B027 - the CPU needs none
         """Prepares the calling thread for using this context; called once on each."""
 
+    def warm(self, shapes: Sequence[Shape]) -> None:  # noqa: B027 - nothing to prepare
+        """Prepares runs of these input shapes, so that the first is as quick as others.
+
+        Must be called by the thread that launches, or before there is one.
+
+        Raises:
+            EngineRunError, EngineDeadError: these shapes cannot be run.
+        """
+
+    def output_shapes(self, shapes: Sequence[Shape]) -> list[Shape | None] | None:
+        """The shape of every output for these input shapes.
+
+        Returns:
+            None for outputs whose shape the values decide; None for all where the back
+            end does not know before it runs.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 - most contexts have nothing to give back
         """Releases what the context holds. Calling it twice is allowed."""
 
@@ -92,6 +111,25 @@ class PipelinedContext(ExecutionContext):
         it has been waited for.
         """
 
+    def try_launch(
+        self, inputs: Sequence[Array], outputs: Sequence[Array | None]
+    ) -> Launch | None:
+        """Begins a run if that takes the host some microseconds only, on any thread.
+
+        Never at the same time as `launch`, and with the same lists each time.
+
+        Returns:
+            None where it would take longer: nothing has begun.
+        """
+        return None
+
+    def expect(self, inputs: Sequence[Array], outputs: Sequence[Array | None]) -> None:
+        """Works out, after `warm`, runs of these very lists of arrays beforehand.
+
+        Raises:
+            EngineRunError, EngineDeadError: they cannot be run.
+        """
+
     def execute(
         self, inputs: Sequence[Array], outputs: Sequence[Array | None]
     ) -> list[Array]:
@@ -107,6 +145,7 @@ class Engine(ABC):
         profiles: the shapes it accepts; empty when it accepts all that fit the specs.
         warmed_cells_only: whether a shape that was never run costs so much that only
             warmed ones may be run (TensorRT) or any shape is as good (False).
+        costs_path: where measured run times of this very engine may be kept.
     """
 
     backend: str
@@ -114,6 +153,7 @@ class Engine(ABC):
     outputs: tuple[TensorSpec, ...]
     profiles: tuple[Profile, ...] = ()
     warmed_cells_only: bool = False
+    costs_path: Path | None = None
 
     @abstractmethod
     def create_context(self) -> ExecutionContext:
@@ -123,6 +163,25 @@ class Engine(ABC):
         """`size` bytes of memory that inputs and outputs are best kept in."""
         # Numpy's memory is 64-byte aligned on large sizes and not zeroed.
         return np.empty(size, np.uint8).data
+
+    def adopt_buffer(self, view: memoryview) -> None:  # noqa: B027 - see save_warm
+        """Takes memory of another process that inputs and outputs will lie in.
+
+        It begins a page and is zeroed. Called on any thread, maybe while there are
+        runs. The view must not be kept; its bytes stay until `release_buffer`.
+
+        Raises:
+            Exception: it is used as it is, and not released.
+        """
+
+    def release_buffer(self, view: memoryview) -> None:  # noqa: B027 - see save_warm
+        """Gives back what `adopt_buffer` took: the same bytes, before they are gone.
+
+        Called on any thread, after the last run that uses them, and before `close`.
+        """
+
+    def save_warm(self) -> None:  # noqa: B027 - most back ends have nothing to keep
+        """Keeps on disk what warming has made, where that helps the next start."""
 
     def close(self) -> None:  # noqa: B027 - see ExecutionContext.close
         """Releases the network, after all contexts. Calling it twice is allowed."""

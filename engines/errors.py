@@ -17,3 +17,7 @@ class EngineRunError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine cannot run anything any more (a lost device, a dead process)."""
+
+
+class EngineLostError(EngineDeadError):
+    """The engine's process has ended; the text says how."""

@@ -4,10 +4,10 @@ The owner takes a free `Staging`, writes the inputs into it, rings `start`, and 
 back by `on_done`; then `completions` says what has ended. Three stagings per slot: one
 batch runs, the inputs of the next lie ready, and the outputs of the last are read.
 
-The engine side is a thread today, or two where the context is pipelined: one launches
-the next run while the other waits for the one under way. What crosses the seam
-(indices, shapes, bytes in flat buffers) is such that it can be a process with the
-buffers in shared memory.
+The engine side is a thread, or two where the context is pipelined: one launches the
+next run while the other waits for the one under way. (A run that is launched with one
+call is launched by the owner itself.) What crosses the seam are indices, shapes and
+bytes in flat buffers, so that it can be a process with the buffers in shared memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,20 @@ from operator import is_
 from queue import SimpleQueue
 from typing import Final, NamedTuple, TypeVar
 
-from engines.base import Array, Engine, Launch, PipelinedContext
+from engines.base import (
+    Array,
+    Engine,
+    ExecutionContext,
+    Launch,
+    PipelinedContext,
+)
 from engines.errors import EngineDeadError, EngineError, EngineRunError
 from engines.staging import Arrays, Cell, Staging
+
+
+def _nobody() -> None:
+    """Nobody waits for completions yet."""
+
 
 _Error = TypeVar("_Error", bound=BaseException)
 _Result = TypeVar("_Result")
@@ -57,25 +68,43 @@ class Slot:
     Args:
         engine: the network.
         name: of the thread, for debuggers.
+        on_done: see below; may be set later, before the first `start`.
+        context: what runs happen in; the slot closes it. Default: a new one.
+
+    Attributes:
         on_done: rung from the slot's thread after every run; must be quick, must not
             raise, and may be called once for several runs.
     """
 
-    def __init__(self, engine: Engine, name: str, on_done: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        on_done: Callable[[], None] = _nobody,
+        context: ExecutionContext | None = None,
+    ) -> None:
         self.engine = engine
         self.dead: EngineDeadError | None = None
-        self._on_done = on_done
-        self._context = engine.create_context()
-        self._free = [
+        self.on_done = on_done
+        self._context = context or engine.create_context()
+        self._pipelined = (
+            self._context if isinstance(self._context, PipelinedContext) else None
+        )
+        self._stagings = [
             Staging(i, engine.inputs, engine.outputs, engine.host_buffer)
             for i in range(STAGINGS)
         ]
-        self._start: SimpleQueue[_Run | None] = SimpleQueue()
+        self._free = list(self._stagings)
+        # How many orders the launching thread has yet to deal with. While it has none,
+        # a run that is launched with one call need not go through it.
+        self._ordered = 0
+        self._ordering = threading.Lock()
+        self._start: SimpleQueue[_Run | _Warm | None] = SimpleQueue()
         self._done: deque[Completion] = deque()
         self._launched: SimpleQueue[_Launched | None] = SimpleQueue()
         loops = [self._run]
-        if isinstance(self._context, PipelinedContext):
-            loops = [partial(self._launch, self._context), self._wait]
+        if self._pipelined is not None:
+            loops = [partial(self._launch, self._pipelined), self._wait]
         self._threads = [
             threading.Thread(target=loop, name=name, daemon=True) for loop in loops
         ]
@@ -100,14 +129,55 @@ class Slot:
         # between two runs.
         try:
             arrays = staging.arrays(cell)
-        except (MemoryError, ValueError) as error:  # a shape that no memory holds
+        except (MemoryError, ValueError, EngineError) as error:
+            # A shape that no memory holds.
             self.fail(staging, error)
         else:
-            self._start.put(_Run(staging, arrays))
+            self._begin(_Run(staging, arrays))
+
+    def _begin(self, run: _Run) -> None:
+        context = self._pipelined
+        if context is not None and self.dead is None:
+            with self._ordering:
+                if not self._ordered:
+                    launch, error = self._attempt(
+                        run,
+                        lambda: context.try_launch(
+                            run.arrays.inputs, run.arrays.outputs
+                        ),
+                    )
+                    if launch is not None or error is not None:
+                        self._launched.put(_Launched(run, launch, error))
+                        return
+        self._order(run)
+
+    def _order(self, order: _Run | _Warm) -> None:
+        with self._ordering:
+            self._ordered += 1
+            self._start.put(order)
+
+    def _dealt_with(self) -> None:
+        with self._ordering:
+            self._ordered -= 1
 
     def fail(self, staging: Staging, cause: Exception) -> None:
         """Lets the run of `staging` fail in its turn: its inputs cannot be filled."""
-        self._start.put(_Run(staging, Arrays([], []), _run_error(cause)))
+        self._order(_Run(staging, Arrays([], []), _run_error(cause)))
+
+    def warm(self, cell: Cell, then: Callable[[EngineError | None], None]) -> None:
+        """Warms a cell between two runs; `then` is told on the slot's thread."""
+        self._order(_Warm(cell, then))
+
+    def reserve(self, cell: Cell) -> None:
+        """Makes the buffers large enough for a cell, before there are runs.
+
+        Raises:
+            MemoryError, EngineError: there is not the memory.
+        """
+        for staging in self._stagings:
+            arrays = staging.arrays(cell)
+            if self._pipelined is not None:
+                self._pipelined.expect(arrays.inputs, arrays.outputs)
 
     def completions(self) -> Sequence[Completion]:
         """What has ended since the last call, in order."""
@@ -132,6 +202,9 @@ class Slot:
         self._context.enter_thread()
         execute = self._context.execute
         while (run := self._start.get()) is not None:
+            if isinstance(run, _Warm):
+                self._warm(run)
+                continue
             arrays = run.arrays
             started_ns = time.monotonic_ns()
             outputs, error = self._attempt(
@@ -144,11 +217,16 @@ class Slot:
         """Begins runs as they come; `_wait` ends them."""
         context.enter_thread()
         while (run := self._start.get()) is not None:
+            if isinstance(run, _Warm):
+                self._warm(run)
+                self._dealt_with()
+                continue
             arrays = run.arrays
             launch, error = self._attempt(
                 run, partial(context.launch, arrays.inputs, arrays.outputs)
             )
             self._launched.put(_Launched(run, launch, error))
+            self._dealt_with()
             del run, arrays
         self._launched.put(None)
 
@@ -164,6 +242,20 @@ class Slot:
             now_ns = time.monotonic_ns()
             self._complete(run, outputs, error, now_ns - run_ns, now_ns)
             del launched, run, outputs
+
+    def _warm(self, order: _Warm) -> None:
+        error: EngineError | None = None
+        try:
+            self._context.warm(order.cell.inputs)
+            self.reserve(order.cell)
+        except EngineDeadError as dead:
+            self.dead = _bare(dead)
+            error = dead
+        except EngineError as failed:
+            error = _bare(failed)
+        except Exception as bug:  # as in `_attempt`
+            error = _run_error(bug)
+        order.then(error)
 
     def _attempt(
         self, run: _Run, act: Callable[[], _Result]
@@ -202,13 +294,18 @@ class Slot:
                 ended_ns,
             )
         )
-        self._on_done()
+        self.on_done()
 
 
 class _Run(NamedTuple):
     staging: Staging
     arrays: Arrays
     error: EngineRunError | None = None  # why it cannot even be tried
+
+
+class _Warm(NamedTuple):
+    cell: Cell
+    then: Callable[[EngineError | None], None]
 
 
 class _Launched(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from engines.base import Array
 from engines.tensors import Shape, TensorSpec, element_count
 
-_MAX_KNOWN: Final = 64  # cells whose arrays a staging keeps
+_MAX_KNOWN: Final = 512  # cells whose arrays a staging keeps
 
 
 class Cell:

@@ -1,10 +1,10 @@
 """Configuration: the knobs, and how they are read."""
 
+from batcher.config.backends import FakeConfig, TensorRTConfig
 from batcher.config.load import check_overrides, from_mapping, load_model_config
 from batcher.config.schema import (
     AxisConfig,
     BatchingConfig,
-    FakeConfig,
     ModelConfig,
     ServerConfig,
     SlotsConfig,
@@ -17,6 +17,7 @@ __all__ = [
     "ModelConfig",
     "ServerConfig",
     "SlotsConfig",
+    "TensorRTConfig",
     "check_overrides",
     "from_mapping",
     "load_model_config",

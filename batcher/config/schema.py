@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from pydantic import StrictBool, StrictFloat, StrictInt
 
+from batcher.config.backends import FakeConfig, TensorRTConfig
+from batcher.config.limits import (
+    DAY_MS,
+    FORBID,
+    HOUR_US,
+    MAX_BATCH,
+    MAX_INT32,
+    ascending,
+    between,
+)
 from batcher.errors import ConfigError
 from batcher.scheduling import POLICIES
-
-FORBID = {"extra": "forbid"}
-
-MAX_BATCH: Final = 65_536
-_MAX_INT32: Final = 2**31 - 1
-_HOUR_US: Final = 3_600_000_000
-_DAY_MS: Final = 86_400_000
 
 EngineName = Literal["auto", "onnxruntime", "tensorrt", "fake"]
 TransportName = Literal["auto", "native", "grpcio"]
@@ -66,14 +69,14 @@ class BatchingConfig:
         if self.policy not in POLICIES:
             known = ", ".join(sorted(POLICIES))
             raise ConfigError(f"batching.policy {self.policy!r} is none of {known}")
-        _between("batching.max_delay_us", self.max_delay_us, 0, _HOUR_US)
-        _between("batching.max_queue", self.max_queue, 1, _MAX_INT32)
-        _between("batching.timeout_ms", self.timeout_ms, 0, _DAY_MS)
-        _between("batching.max_request_rows", self.max_request_rows, 0, _MAX_INT32)
-        _ascending("batching.rungs", self.rungs)
+        between("batching.max_delay_us", self.max_delay_us, 0, HOUR_US)
+        between("batching.max_queue", self.max_queue, 1, MAX_INT32)
+        between("batching.timeout_ms", self.timeout_ms, 0, DAY_MS)
+        between("batching.max_request_rows", self.max_request_rows, 0, MAX_INT32)
+        ascending("batching.rungs", self.rungs)
         if self.rungs:
-            _between("batching.rungs", self.rungs[-1], 1, MAX_BATCH)
-        _ascending("batching.preferred", self.preferred)
+            between("batching.rungs", self.rungs[-1], 1, MAX_BATCH)
+        ascending("batching.preferred", self.preferred)
         if self.preferred and self.policy != "window":
             raise ConfigError(
                 "batching.preferred has no effect under batching.policy = "
@@ -87,11 +90,24 @@ class SlotsConfig:
 
     __pydantic_config__ = FORBID
 
-    count: StrictInt = 1
-    """Slots per device."""
+    count: StrictInt = 0
+    """Slots per device; 0 for 1 on a CPU and 2 on a GPU."""
+
+    devices: tuple[StrictInt, ...] = ()
+    """Which GPUs the model is on, by index. Default: all that are visible."""
+
+    isolation: Literal["auto", "thread", "process"] = "auto"
+    """Where the engine lives: in the daemon, or in a process of its own per device,
+    which is started again when it ends. `auto` is `thread`."""
 
     def __post_init__(self) -> None:
-        _between("slots.count", self.count, 1, 64)
+        between("slots.count", self.count, 0, 64)
+        if any(d < 0 for d in self.devices) or len(set(self.devices)) < len(
+            self.devices
+        ):
+            raise ConfigError(
+                f"slots.devices must be different GPUs, got {list(self.devices)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +160,8 @@ class AxisConfig:
 
     def check(self, where: str) -> None:
         """Checks the values; `where` is the table's key path."""
-        _ascending(f"{where}.buckets", self.buckets)
-        _ascending(f"{where}.sizes", self.sizes)
+        ascending(f"{where}.buckets", self.buckets)
+        ascending(f"{where}.sizes", self.sizes)
         if bool(self.buckets) == bool(self.sizes):
             raise ConfigError(f"{where} needs either buckets or sizes")
         if self.sizes and self.pad:
@@ -159,61 +175,18 @@ class AxisConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FakeTensorConfig:
-    """An input or output of a fake engine."""
-
-    __pydantic_config__ = FORBID
-
-    name: str
-    """Its name."""
-
-    dtype: str = "FP32"
-    """Its datatype, such as FP32 or BYTES."""
-
-    shape: tuple[StrictInt, ...] = ()
-    """Its shape without the batch axis; -1 for a dynamic axis."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeConfig:
-    """`[fake]`: what a model with `engine = "fake"` pretends to be."""
-
-    __pydantic_config__ = FORBID
-
-    base_ms: StrictFloat = 0.0
-    """Milliseconds of every run."""
-
-    per_row_us: StrictFloat = 0.0
-    """Microseconds a run takes longer per row."""
-
-    sleep: StrictBool = True
-    """Whether the time is really slept."""
-
-    fail_value: StrictFloat | None = None
-    """When set, a run whose first input holds this value fails."""
-
-    inputs: tuple[FakeTensorConfig, ...] = ()
-    """The inputs."""
-
-    outputs: tuple[FakeTensorConfig, ...] = ()
-    """The outputs; each echoes the input of the same position."""
-
-    def __post_init__(self) -> None:
-        _between("fake.base_ms", self.base_ms, 0, _DAY_MS)
-        _between("fake.per_row_us", self.per_row_us, 0, _HOUR_US)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A model's file, `<model>/model.toml`; all of it is optional."""
 
     __pydantic_config__ = FORBID
 
     engine: EngineName = "auto"
-    """The back end; `auto` goes by the kind of file."""
+    """The back end. `auto` goes by the kind of file: TensorRT for a plan, ONNX Runtime
+    on the CPU for an ONNX file."""
 
     max_batch: StrictInt = 0
-    """Rows of the largest batch; 0 for 64, or 1 where the model cannot batch."""
+    """Rows of the largest batch; 0 for 64 (of a plan: what its profiles hold), or 1
+    where the model cannot batch."""
 
     batch_axis: Literal["auto", "first", "none"] = "auto"
     """`auto`: axis 0, where the model's file has it dynamic in all inputs and outputs
@@ -229,11 +202,14 @@ class ModelConfig:
     axes: dict[str, AxisConfig] = field(default_factory=dict)
     """Dynamic axes that may be padded, by name."""
 
+    tensorrt: TensorRTConfig = field(default_factory=TensorRTConfig)
+    """How plans are built and run."""
+
     fake: FakeConfig | None = None
     """For `engine = "fake"`."""
 
     def __post_init__(self) -> None:
-        _between("max_batch", self.max_batch, 0, MAX_BATCH)
+        between("max_batch", self.max_batch, 0, MAX_BATCH)
         if self.batch_axis == "none" and self.max_batch > 1:
             raise ConfigError(
                 f'batch_axis = "none" and max_batch = {self.max_batch} contradict'
@@ -261,6 +237,7 @@ class ModelConfig:
             raise ConfigError('engine = "fake" and a [fake] table need each other')
         for name, axis in self.axes.items():
             axis.check(f"axes.{name}")
+        self.tensorrt.check_values()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +265,17 @@ class ServerConfig:
     max_in_flight_mb: StrictInt = 0
     """Most bytes of requests in the daemon (MiB); 0 for a quarter of memory."""
 
+    plan_cache: str = ""
+    """The folder of TensorRT plans that were built, which other daemons may share.
+    Default: batcher/plans in the user's cache folder."""
+
+    plan_cache_mb: StrictInt = 0
+    """How large the plan cache may grow (MiB), 0 for no limit; what was not used for
+    longest goes first."""
+
+    plugin_folder: tuple[str, ...] = ()
+    """Folders whose libraries models may load as TensorRT plugins; none by default."""
+
     drain_timeout_s: StrictFloat = 30.0
     """How long SIGTERM waits for what was accepted (seconds)."""
 
@@ -307,20 +295,9 @@ class ServerConfig:
             if self.grpc_address.count(address) > 1:
                 raise ConfigError(f"grpc_address {address!r} is given twice")
         # gRPC's lengths are signed 32-bit.
-        _between("max_message_mb", self.max_message_mb, 1, 2047)
-        _between("max_in_flight_mb", self.max_in_flight_mb, 0, _MAX_INT32)
-        _between("drain_timeout_s", self.drain_timeout_s, 0, _DAY_MS // 1000)
+        between("max_message_mb", self.max_message_mb, 1, 2047)
+        between("max_in_flight_mb", self.max_in_flight_mb, 0, MAX_INT32)
+        between("plan_cache_mb", self.plan_cache_mb, 0, MAX_INT32)
+        between("drain_timeout_s", self.drain_timeout_s, 0, DAY_MS // 1000)
         if not 0 <= self.socket_mode <= 0o777:
             raise ConfigError("socket_mode must be between 0 and 0777 (octal)")
-
-
-def _between(name: str, value: float, least: float, most: float) -> None:
-    if value > most:
-        raise ConfigError(f"{name} must be at most {most}, got {value}")
-    if not value >= least:  # what is no number is not
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def _ascending(name: str, values: tuple[int, ...]) -> None:
-    if any(v < 1 for v in values) or list(values) != sorted(set(values)):
-        raise ConfigError(f"{name} must be ascending and positive, got {list(values)}")

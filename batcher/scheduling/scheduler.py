@@ -84,6 +84,12 @@ class Scheduler:
             group = self._groups[key] = Group(key, rungs)
         return group
 
+    def use_rungs(self, key: Hashable, rungs: tuple[int, ...]) -> None:
+        """Lets a group, if it is in use, run other batch sizes; the largest stays."""
+        group = self._groups.get(key)
+        if group is not None and rungs[-1] == group.max_rows:
+            group.rungs = rungs
+
     def submit(self, request: Request, now_ns: int) -> None:
         """Queues a request; the next `poll` may dispatch it.
 

@@ -183,6 +183,18 @@ def joined(request: InferRequest) -> list[tuple[Any, Shape]]:
     return result
 
 
+def whole_answer(head: bytes, whole: InferRequest, limit: int) -> bytes:
+    """The answer to a request whose parts have all run.
+
+    Raises:
+        BatcherError: it is larger than `limit` bytes, or cannot be encoded.
+    """
+    answer = encode(head, whole, joined(whole))
+    if len(answer) > limit:
+        raise too_large(answer, limit)
+    return answer
+
+
 def too_large(answer: bytes, limit: int) -> PayloadTooLarge:
     """The refusal of an answer with more than `limit` bytes."""
     return PayloadTooLarge(f"the answer has {len(answer)} bytes; the limit is {limit}")

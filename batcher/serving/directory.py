@@ -50,6 +50,10 @@ class ModelDirectory:
         """A model cannot be loaded."""
         self._faults[name] = fault
 
+    def source(self, name: str) -> ModelSource:
+        """Where a model comes from."""
+        return self._sources[name]
+
     def drain(self) -> None:
         """Nothing new is taken from now on."""
         self.draining = True

@@ -8,8 +8,9 @@ from typing import Any, Final
 import numpy as np
 
 from batcher.scheduling import Batch
+from batcher.serving.fits import GroupFit, RequestFit
 from batcher.serving.request import InferRequest
-from batcher.serving.shapes import GroupFit, ModelShapes, RequestFit
+from batcher.serving.shapes import ModelShapes
 from engines import Staging
 
 _JOIN_BYTES: Final = 4096

@@ -7,19 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import engines
 from batcher.config import ModelConfig, load_model_config
 from batcher.errors import ConfigError
 from batcher.rpc.signature import ModelSignature, TensorSignature
 from batcher.scheduling import Group
+from batcher.serving.opening import DEFAULT_MAX_BATCH, Host, Opener, opener
+from batcher.serving.readying import Tails, make_ready, rung_ladder
 from batcher.serving.repository import ModelSource, check_name
 from batcher.serving.shapes import ModelShapes
 from batcher.serving.warmup import WarmUp, warm_up
-from engines import Engine, EngineLoadError, FakeEngine, FakeOptions, TensorSpec
+from engines import Engine, EngineLoadError, Slot, TensorSpec
+from engines.costs import CellCost
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MAX_BATCH: Final = 64
 _ROWS_PER_BATCH: Final = 64  # default of max_request_rows, in largest batches
 
 _PLATFORMS: Final = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
@@ -27,22 +28,43 @@ _PLATFORMS: Final = {"onnxruntime": "onnxruntime_onnx", "tensorrt": "tensorrt_pl
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything that a `Model` is made of."""
+    """Everything that a `Model` is made of.
+
+    Attributes:
+        signature: what callers see.
+        config: the model's file.
+        engines: one per device.
+        slots: of all engines.
+        shapes: the shape rules.
+        rungs: batch sizes worth running.
+        warm: per row shapes of a group, the rungs that may be run; empty where any
+            may.
+        cold: what is to be warmed while the model is served: (row shapes, rung).
+        warm_up: what the first runs have shown.
+        costs: run times of warm cells.
+    """
 
     signature: ModelSignature
     config: ModelConfig
-    engine: Engine
+    engines: tuple[Engine, ...]
+    slots: tuple[Slot, ...]
     shapes: ModelShapes
     rungs: tuple[int, ...]
+    warm: dict[Tails, tuple[int, ...]]
+    cold: tuple[tuple[Tails, int], ...]
     warm_up: WarmUp
+    costs: tuple[CellCost, ...] = ()
 
 
-def load(source: ModelSource, overrides: Mapping[str, Any]) -> LoadedModel:
+def load(
+    source: ModelSource, overrides: Mapping[str, Any], host: Host | None = None
+) -> LoadedModel:
     """Loads, checks and warms up one model version.
 
     Args:
         source: where it is.
         overrides: values that win over its `model.toml`.
+        host: what the daemon gives; the defaults if None.
 
     Raises:
         ConfigError: its configuration is wrong, or does not fit the model.
@@ -50,34 +72,48 @@ def load(source: ModelSource, overrides: Mapping[str, Any]) -> LoadedModel:
     """
     check_name(source)
     config = load_model_config(source.config, overrides)
-    where = str(source.config or source.path)
-    engine = _open(source, config)
-    try:
-        return _prepared(source, config, engine, where)
-    except BaseException:
-        engine.close()
-        raise
+    where = str(source.config or source.place)
+    return _prepared(source, config, opener(source, config, host or Host()), where)
 
 
 def _prepared(
-    source: ModelSource, config: ModelConfig, engine: Engine, where: str
+    source: ModelSource, config: ModelConfig, model: Opener, where: str
 ) -> LoadedModel:
+    opened: list[Engine] = []
+    try:
+        return _checked(source, config, model, where, opened)
+    except BaseException:
+        for engine in opened:
+            engine.close()
+        raise
+
+
+def _checked(
+    source: ModelSource,
+    config: ModelConfig,
+    model: Opener,
+    where: str,
+    opened: list[Engine],
+) -> LoadedModel:
+    """Loads the model; `opened` is kept up to date with what must be closed."""
     trusted = config.batch_axis == "first"
-    obstacle = batch_obstacle(engine.inputs, engine.outputs, names=not trusted)
+    obstacle = batch_obstacle(model.inputs, model.outputs, names=not trusted)
     if config.batch_axis == "none":
         obstacle = 'batch_axis is "none"'
     _check_wanted(where, config, obstacle)
     batched = obstacle is None
-    warmed = WarmUp()
     disproved = False
-    for _ in range(2):
-        rungs = _rungs(config, batched)
+    while True:
+        rungs = _rungs(where, config, batched, model)
+        opened[:] = model.open(rungs if batched else ())
+        engine = opened[0]
         try:
             shapes = ModelShapes(engine.inputs, engine.outputs, batched, config.axes)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+        context = engine.create_context()
         try:
-            warmed = warm_up(engine, shapes, rungs)
+            warmed = warm_up(engine, context, shapes, rungs)
         except MemoryError as error:
             raise ConfigError(
                 f"{where}: the memory does not hold a batch of {rungs[-1]} rows of the "
@@ -89,6 +125,10 @@ def _prepared(
         obstacle = warmed.obstacle
         _check_wanted(where, config, obstacle)
         batched, disproved = False, True
+        context.close()
+        model.reopen(opened)
+    if engine.warmed_cells_only and warmed.failure is not None:
+        raise EngineLoadError(f"{where}: the plan does not run: {warmed.failure}")
     if obstacle is not None:
         # A surprise only where the file had promised a batch axis.
         level = logging.WARNING if disproved else logging.INFO
@@ -126,9 +166,29 @@ def _prepared(
         max_rows=(config.batching.max_request_rows or largest * _ROWS_PER_BATCH)
         if batched
         else 1,
-        utf8_strings=engine.backend == "onnxruntime",
+        utf8_strings=opened[0].backend == "onnxruntime",
     )
-    return LoadedModel(signature, config, engine, shapes, rungs, warmed)
+    ready = make_ready(
+        f"{source.name}/{source.version}",
+        opened,
+        context,
+        shapes,
+        rungs,
+        warmed,
+        per_engine=model.slots,
+    )
+    return LoadedModel(
+        signature,
+        config,
+        tuple(opened),
+        ready.slots,
+        shapes,
+        rungs,
+        ready.warm,
+        ready.cold,
+        warmed,
+        ready.costs,
+    )
 
 
 def batch_obstacle(
@@ -186,61 +246,45 @@ def _check_wanted(where: str, config: ModelConfig, obstacle: str | None) -> None
         )
 
 
-def _rungs(config: ModelConfig, batched: bool) -> tuple[int, ...]:
+def _rungs(
+    where: str, config: ModelConfig, batched: bool, model: Opener
+) -> tuple[int, ...]:
     if not batched:
         return (1,)
+    largest = config.max_batch or (config.batching.rungs or (0,))[-1]
+    if model.max_rows and largest > model.max_rows:
+        raise ConfigError(
+            f"{where}: batches of {largest} rows are asked for, but the plan's "
+            f"profiles end at {model.max_rows}; lower max_batch, or build it again: "
+            f"batcher build model.onnx --max-batch {largest}"
+        )
     if config.batching.rungs:
         return config.batching.rungs
-    # Without graphs or profiles every size is worth running: nothing is padded.
-    return tuple(range(1, (config.max_batch or DEFAULT_MAX_BATCH) + 1))
-
-
-def _open(source: ModelSource, config: ModelConfig) -> Engine:
-    if config.fake is not None:
-        fake = config.fake
-        return FakeEngine(
-            FakeOptions(
-                inputs=_fake_tensors(fake.inputs),
-                outputs=_fake_tensors(fake.outputs),
-                base_ms=fake.base_ms,
-                per_row_us=fake.per_row_us,
-                sleep=fake.sleep,
-                fail_value=fake.fail_value,
-            )
-        )
-    if config.engine == "tensorrt":
-        raise EngineLoadError("the tensorrt engine is not built yet; use onnxruntime")
-    if source.path is None:
-        raise ConfigError(
-            f"{source.config}: there is no <version>/model.onnx beside it, and the "
-            'engine is not "fake"'
-        )
-    return engines.open(source.path, contexts=config.slots.count)
-
-
-def _fake_tensors(tensors: Sequence[Any]) -> tuple[TensorSpec, ...]:
-    specs = []
-    for t in tensors:
-        if t.dtype not in engines.DTYPES:
-            raise ConfigError(f"fake tensor {t.name!r}: no datatype {t.dtype!r}")
-        axes = (None if size < 0 else size for size in t.shape)
-        specs.append(TensorSpec(t.name, t.dtype, ("batch", *axes)))
-    return tuple(specs)
+    if not config.max_batch and model.rungs:
+        return model.rungs
+    most = config.max_batch or model.max_rows or DEFAULT_MAX_BATCH
+    if model.every_size:
+        # Without graphs or profiles every size is worth running: nothing is padded.
+        return tuple(range(1, most + 1))
+    return rung_ladder(model.least_rows, most)
 
 
 def _signatures(specs: Sequence[TensorSpec]) -> tuple[TensorSignature, ...]:
     return tuple(TensorSignature(s.name, s.dtype, s.shape) for s in specs)
 
 
-def seed_costs(
-    warmed: WarmUp,
-    group: Callable[[Any, tuple[int, ...]], Group],
-    rungs: tuple[int, ...],
-) -> list[Group]:
-    """Puts the run times of the warm-up into the groups they are of."""
+def seed_costs(loaded: LoadedModel, group: Callable[[Tails], Group]) -> list[Group]:
+    """Puts the run times of the warm-up into the groups they are of.
+
+    Where runs beside others were measured, those with all slots busy count: a batch is
+    late more often than early when much waits.
+    """
+    busy = max((cost.busy for cost in loaded.costs), default=0)
+    beside = {c.inputs: c.device_ns + c.host_ns for c in loaded.costs if c.busy == busy}
     groups = []
-    for tails, rung, run_ns in warmed.costs:
-        known = group(tails, rungs)
-        known.cost.record(rung, run_ns)
+    for tails, rung, run_ns in loaded.warm_up.costs:
+        inputs = tuple(map(tuple, loaded.shapes.group(tails).cell(rung).inputs))
+        known = group(tails)
+        known.cost.record(rung, beside.get(inputs, run_ns))
         groups.append(known)
     return groups

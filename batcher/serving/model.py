@@ -12,34 +12,31 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from batcher.config import ModelConfig
 from batcher.errors import BatcherError, EngineFailure, ModelNotReady, QueueFull
 from batcher.rpc import messages, response
 from batcher.rpc.header import InferPlan
 from batcher.rpc.request import ParsedRequest
-from batcher.rpc.signature import ModelSignature
 from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Reply
-from batcher.scheduling import NEVER, POLICIES, Dispatch, PolicyOptions, Scheduler
+from batcher.scheduling import NEVER, Dispatch
 from batcher.serving.answer import (
     BatchOutputs,
     Layout,
     batch_outputs,
-    encode,
-    joined,
     too_large,
+    whole_answer,
 )
 from batcher.serving.budget import Budget
 from batcher.serving.describe import config_message
 from batcher.serving.gather import gather
+from batcher.serving.loader import LoadedModel
+from batcher.serving.readying import Tails, close_all, make_scheduler
 from batcher.serving.request import InferRequest
-from batcher.serving.shapes import ModelShapes
 from batcher.serving.statistics import ModelStatistics
-from engines import Completion, Engine, EngineDeadError, Slot
+from engines import Completion, EngineDeadError, EngineLostError, Slot
 
 if TYPE_CHECKING:
     from batcher.scheduling import Batch
-
 
 _SLACK_NS: Final = 2_000_000  # transport and daemon may see a deadline this far apart
 
@@ -48,11 +45,7 @@ class Model:
     """See the module's text.
 
     Args:
-        signature: what callers see.
-        config: the model's file.
-        engine: the loaded network; the model closes it.
-        shapes: the shape rules.
-        rungs: batch sizes worth running.
+        loaded: what it is made of; the model closes its slots and engines.
         budget: the daemon's, shared by all models.
         status: the table of codes.
         max_answer_bytes: larger answers are refused.
@@ -62,22 +55,18 @@ class Model:
 
     def __init__(
         self,
-        signature: ModelSignature,
-        config: ModelConfig,
-        engine: Engine,
-        shapes: ModelShapes,
-        rungs: tuple[int, ...],
+        loaded: LoadedModel,
         budget: Budget,
         status: StatusTable,
         max_answer_bytes: int,
         touch: Callable[[Model], None],
         touch_here: Callable[[Model], None],
     ) -> None:
-        self.signature = signature
-        self.config = config
-        self.engine = engine
-        self.shapes = shapes
-        self.rungs = rungs
+        self.signature = loaded.signature
+        self.config = loaded.config
+        self.engines = loaded.engines
+        self.shapes = loaded.shapes
+        self.rungs = loaded.rungs
         self.statistics = ModelStatistics()
         self.wakeup_ns = NEVER
         self.touched = False  # the driver's mark
@@ -87,26 +76,17 @@ class Model:
         self._max_answer_bytes = max_answer_bytes
         self._touch = touch
         self._touch_here = touch_here
-        self._head = response.head(signature)
+        self._head = response.head(loaded.signature)
         self._refusal: BatcherError | None = None  # why it takes nothing new
-        batching = config.batching
+        batching = loaded.config.batching
         self._timeout_ns = int(batching.timeout_ms * 1e6)
         self._override = batching.allow_timeout_override
-        options = PolicyOptions(
-            max_delay_ns=batching.max_delay_us * 1000,
-            preferred_rows=batching.preferred,
-        )
-        self.scheduler = Scheduler(
-            POLICIES[batching.policy](options),
-            slots=config.slots.count,
-            max_queue=batching.max_queue,
-        )
-        name = f"{signature.name}/{signature.version}"
-        self._slots = [
-            Slot(engine, f"slot {name} #{i}", lambda: touch(self))
-            for i in range(config.slots.count)
-        ]
-        self._running: list[list[tuple[Batch, int, int]]] = [[] for _ in self._slots]
+        self.scheduler = make_scheduler(batching, len(loaded.slots))
+        self._warm = dict(loaded.warm)
+        self.slots = loaded.slots
+        for slot in loaded.slots:
+            slot.on_done = lambda: touch(self)
+        self._running: list[list[tuple[Batch, int, int]]] = [[] for _ in loaded.slots]
 
     # -- requests -------------------------------------------------------------------
 
@@ -120,13 +100,24 @@ class Model:
         """
         plan = InferPlan(self, self.signature, parsed, spans)
         plan.fit = self.shapes.fit(parsed.shapes)
-        plan.group = self.scheduler.group(plan.fit.group.in_tails, self.rungs)
+        tails = plan.fit.group.in_tails
+        plan.group = self.scheduler.group(tails, self.rungs_of(tails))
         plan.timeout_ns = self._timeout_ns
         asked_ns = parsed.parameters.timeout_us * 1000
         if asked_ns and self._override:
             # May shorten the model's limit, or set one where there is none.
             plan.timeout_ns = min(asked_ns, self._timeout_ns or asked_ns)
         return plan
+
+    def rungs_of(self, tails: Tails) -> tuple[int, ...]:
+        """The batch sizes that may be run of rows with these shapes."""
+        return self._warm.get(tails, self.rungs)
+
+    def use_rung(self, tails: Tails, rung: int) -> None:
+        """From now on batches of this size may be run: they have been warmed."""
+        rungs = tuple(sorted({*self._warm.get(tails, ()), rung}))
+        self._warm[tails] = rungs
+        self.scheduler.use_rungs(tails, rungs)
 
     def submit(
         self,
@@ -196,7 +187,7 @@ class Model:
     def turn(self, now_ns: int) -> None:
         """Does everything that is to be done now; sets `wakeup_ns`."""
         answered = False
-        for index, slot in enumerate(self._slots):
+        for index, slot in enumerate(self.slots):
             for completion in slot.completions():
                 self._completed(index, slot, completion, now_ns)
                 answered = True
@@ -212,7 +203,7 @@ class Model:
                 self._fail(decision.request, decision.error)  # type: ignore[arg-type]
 
     def _dispatch(self, index: int, batch: Batch) -> None:
-        slot = self._slots[index]
+        slot = self.slots[index]
         staging = slot.acquire()
         begin_ns = time.monotonic_ns()
         fault: Exception | None = None
@@ -233,7 +224,10 @@ class Model:
         batch, begin_ns, gathered_ns = self._running[index].pop(0)
         error: BatcherError | None = None
         outputs: BatchOutputs | None = None
-        if completion.error is not None:
+        if isinstance(completion.error, EngineLostError):
+            self.lose()
+            error = self._refusal
+        elif completion.error is not None:
             error = EngineFailure(
                 f"model {self.signature.name!r} failed: {completion.error}"
             )
@@ -243,7 +237,7 @@ class Model:
             except BatcherError as wrong:
                 error = wrong
         dead = isinstance(completion.error, EngineDeadError)
-        if dead:
+        if dead and self.dead is None:
             self.dead = completion.error
             name = self.signature.name
             self._refusal = ModelNotReady(f"model {name!r}: its engine is dead")
@@ -316,9 +310,7 @@ class Model:
         if any(p.chunks is None for p in parts):
             return
         try:
-            answer = encode(self._head, whole, joined(whole))
-            if len(answer) > self._max_answer_bytes:
-                raise too_large(answer, self._max_answer_bytes)
+            answer = whole_answer(self._head, whole, self._max_answer_bytes)
         except BatcherError as error:
             self._fail(whole, error)
             return
@@ -360,14 +352,20 @@ class Model:
         return self.scheduler.idle
 
     def drain(self, refusal: BatcherError) -> None:
-        """Takes nothing new; what was accepted is run without waiting for more.
-
-        Args:
-            refusal: what new requests are answered with.
-        """
+        """Takes nothing new, and answers that with `refusal`; what was accepted is run
+        without waiting for more."""
         self._refusal = refusal
         self.scheduler.drain()
         self._touch(self)
+
+    def lose(self) -> None:
+        """Its engine's process has ended: everything that is in the model may be tried
+        again, here once it is back or elsewhere now."""
+        if self.dead is None:
+            text = "its engine has ended, and is started again"
+            refusal = ModelNotReady(f"model {self.signature.name!r}: {text}")
+            self.dead = self._refusal = refusal
+            self._give_up(refusal)
 
     def abandon(self, bug: BaseException) -> None:
         """Answers everything that is in the model with an error, and takes nothing new.
@@ -377,15 +375,15 @@ class Model:
         name = self.signature.name
         self.dead = bug
         self._refusal = ModelNotReady(f"model {name!r} has failed (see the log)")
-        failure = EngineFailure(f"model {name!r}: internal error (see the log)")
+        self._give_up(EngineFailure(f"model {name!r}: internal error (see the log)"))
+
+    def _give_up(self, error: BatcherError) -> None:
         for request in self.scheduler.abandon():
-            self._fail(request, failure)  # type: ignore[arg-type]
+            self._fail(request, error)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Ends the slots and closes the engine; call it when idle."""
-        for slot in self._slots:
-            slot.close()
-        self.engine.close()
+        """Ends the slots and closes the engines; call it when idle."""
+        close_all(self.slots, self.engines)
 
     def refused(self) -> None:
         """Counts a request that did not pass validation."""

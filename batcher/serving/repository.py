@@ -20,9 +20,10 @@ from batcher.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CONFIG_NAME: Final = "model.toml"
-MODEL_FILES: Final = ("model.onnx",)
+MODEL_FILES: Final = ("model.onnx", "model.plan")
 MAX_NAME: Final = 128
 _SUFFIX: Final = ".onnx"
+_PLAN: Final = ".plan"
 _FILE: Final = "a file"
 _FOLDER: Final = "a folder"
 _NOTHING: Final = "nothing"
@@ -34,21 +35,30 @@ class ModelSource:
 
     Attributes:
         name, version: as callers address it.
-        path: the model's file, None for one that needs none (a fake engine).
+        path: the ONNX file; None for a model that is a plan only, or needs no file (a
+            fake engine).
         config: its `model.toml`, None where there is none.
+        plan: the TensorRT plan, None where there is none.
     """
 
     name: str
     version: str
     path: Path | None
     config: Path | None
+    plan: Path | None = None
+
+    @property
+    def place(self) -> Path | None:
+        """What to call it by in messages."""
+        return self.path or self.plan or self.config
 
 
 def find_models(paths: Iterable[Path]) -> list[ModelSource]:
     """The models at `paths`, in order.
 
-    A path is an `.onnx` file (served under its stem as version 1), a model's folder
-    (`<version>/model.onnx`, `model.toml`), or a repository, a folder of such folders.
+    A path is an `.onnx` or `.plan` file (served under its stem as version 1), a model's
+    folder (`<version>/model.onnx` or `model.plan`, `model.toml`), or a repository, a
+    folder of such folders.
     Of several versions the highest is served. What is broken or in the wrong place is
     passed over with a warning.
 
@@ -59,9 +69,14 @@ def find_models(paths: Iterable[Path]) -> list[ModelSource]:
     for path in paths:
         path = path.expanduser()
         if path.is_file():
-            if path.suffix != _SUFFIX:
-                raise ConfigError(f"{path}: not an .onnx file, nor a folder of models")
-            found.append(ModelSource(path.stem, "1", path, None))
+            if path.suffix == _SUFFIX:
+                found.append(ModelSource(path.stem, "1", path, None))
+            elif path.suffix == _PLAN:
+                found.append(ModelSource(path.stem, "1", None, None, path))
+            else:
+                raise ConfigError(
+                    f"{path}: not an .onnx or .plan file, nor a folder of models"
+                )
         elif path.is_dir():
             found.extend(_folder(path))
         elif (kind := _kind(path)) != _NOTHING:
@@ -71,7 +86,7 @@ def find_models(paths: Iterable[Path]) -> list[ModelSource]:
     names: dict[str, ModelSource] = {}
     for source in found:
         if source.name in names:
-            first, second = (s.path or s.config for s in (names[source.name], source))
+            first, second = (s.place for s in (names[source.name], source))
             raise ConfigError(
                 f"two models are called {source.name!r}: {first} and {second}"
             )
@@ -83,7 +98,7 @@ def _folder(path: Path) -> list[ModelSource]:
     """The models in a folder: itself, or else those of its folders."""
     children = _children(path)
     alone, own_faults = _model(path, children)
-    if alone is None or alone.path is None:
+    if alone is None or not (alone.path or alone.plan):
         models, faults = _repository(path, children)
         if models:
             _warn(faults)
@@ -129,8 +144,8 @@ def _repository(
                     f"{child}: no model in it; put <version>/{MODEL_FILES[0]} or "
                     f"{CONFIG_NAME} there, or remove it"
                 )
-        elif child.suffix == _SUFFIX:
-            there = path / child.stem / "1" / MODEL_FILES[0]
+        elif child.suffix in (_SUFFIX, _PLAN):
+            there = path / child.stem / "1" / f"model{child.suffix}"
             faults.append(
                 f"{child}: not served, as it is in no model's folder; move it to "
                 f"{there}, or name the file itself as a PATH"
@@ -145,22 +160,22 @@ def _repository(
 def _model(folder: Path, children: list[Path]) -> tuple[ModelSource | None, list[str]]:
     """The model in a folder, None when it holds none, and what is wrong there."""
     faults: list[str] = []
-    versions: list[tuple[int, Path]] = []
+    versions: list[tuple[int, dict[str, Path]]] = []
     config = None
     for child in children:
         if child.name == CONFIG_NAME:
             config = child  # whatever it is: loading the model says what it cannot be
         elif is_version(child.name):
-            file = _version(child, faults)
-            if file is not None:
-                versions.append((int(child.name), file))
+            files = _version(child, faults)
+            if files:
+                versions.append((int(child.name), files))
         elif any(os.path.lexists(child / name) for name in MODEL_FILES):
             faults.append(
                 f"{child}: not served, as a version is called by a positive number; "
                 "rename it, or remove it"
             )
-        elif child.suffix == _SUFFIX:
-            there = folder / "1" / MODEL_FILES[0]
+        elif child.suffix in (_SUFFIX, _PLAN):
+            there = folder / "1" / f"model{child.suffix}"
             faults.append(
                 f"{child}: not served, as it is in no version's folder; move it to "
                 f"{there}"
@@ -171,37 +186,40 @@ def _model(folder: Path, children: list[Path]) -> tuple[ModelSource | None, list
             )
     name = os.path.basename(os.path.abspath(folder))  # of a link its own, for "." too
     if versions:
-        number, file = max(versions)
-        return ModelSource(name, str(number), file, config), faults
+        number, files = max(versions, key=lambda version: version[0])
+        onnx, plan = (files.get(file) for file in MODEL_FILES)
+        return ModelSource(name, str(number), onnx, config, plan), faults
     if config is not None:
         return ModelSource(name, "1", None, config), faults
     return None, faults
 
 
-def _version(folder: Path, faults: list[str]) -> Path | None:
-    """The model's file in a version's folder; without one a fault is added."""
+def _version(folder: Path, faults: list[str]) -> dict[str, Path]:
+    """The model's files in a version's folder; without one a fault is added."""
     kind = _kind(folder)
     if kind != _FOLDER:
         faults.append(
             f"{folder}: should be a version's folder with {MODEL_FILES[0]} in it, is "
             f"{kind}; mend or remove it"
         )
-        return None
+        return {}
+    found = {}
     for name in MODEL_FILES:
         kind = _kind(folder / name)
         if kind == _FILE:
-            return folder / name
-        if kind != _NOTHING:
+            found[name] = folder / name
+        elif kind != _NOTHING:
             faults.append(
                 f"{folder / name}: should be a file, is {kind}; put the model's file "
                 f"there, or remove {folder}"
             )
-            return None
-    faults.append(
-        f"{folder}: no {' or '.join(MODEL_FILES)} in it; put the model's file there "
-        "under that name, or remove the folder"
-    )
-    return None
+            return {}
+    if not found:
+        faults.append(
+            f"{folder}: no {' or '.join(MODEL_FILES)} in it; put the model's file "
+            "there under that name, or remove the folder"
+        )
+    return found
 
 
 def _children(folder: Path) -> list[Path]:
@@ -245,7 +263,7 @@ def check_name(source: ModelSource) -> None:
     Raises:
         ConfigError: it cannot, and why.
     """
-    name, path = source.name, source.path or source.config
+    name, path = source.name, source.place
     if not name.isprintable() or any(c in "/\\\"'" for c in name):
         raise ConfigError(
             f"{path}: {name!r} cannot be a model's name (no quotes, slashes or "

@@ -35,7 +35,12 @@ from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
 from batcher.serving.metrics import collect, exposition
 from batcher.serving.model import Model
+from batcher.serving.opening import Host
+from batcher.serving.readying import Tails
 from batcher.serving.repository import ModelSource, find_models
+from batcher.serving.revival import Revival
+from batcher.serving.statistics import ModelStatistics
+from batcher.serving.warming import Warming
 from engines import EngineError
 
 log = logging.getLogger(__name__)
@@ -95,6 +100,9 @@ class Server:
         self._stop = asyncio.Event()
         self._signal = ""
         self._loads: Future[LoadedModel] | None = None
+        self._warming: list[Warming] = []
+        self._host = Host.of(config, self._on_lost)
+        self._revival = Revival(self._host, self._overrides, self._revived)
         self._groups: list[Any] = []  # keeps the warm groups and their costs alive
 
     async def run(self) -> int:
@@ -215,7 +223,7 @@ class Server:
         thread = ThreadPoolExecutor(1, thread_name_prefix="load")
         for source in self._sources:
             try:
-                self._loads = thread.submit(load, source, self._overrides)
+                self._loads = thread.submit(load, source, self._overrides, self._host)
                 loaded = await asyncio.wrap_future(self._loads)
             except (BatcherError, EngineError) as error:
                 for line in str(error).splitlines():
@@ -233,22 +241,55 @@ class Server:
         self._directory.loading = False
         self._watchers.set_ready(self._directory.ready)
 
-    def _serve_model(self, loaded: LoadedModel) -> None:
+    def _serve_model(
+        self, loaded: LoadedModel, books: ModelStatistics | None = None
+    ) -> None:
         model = Model(
-            loaded.signature,
-            loaded.config,
-            loaded.engine,
-            loaded.shapes,
-            loaded.rungs,
+            loaded,
             self._budget,
             self._status,
             self._config.max_message_mb << 20,
             self._driver.touch,
             self._driver.touch_here,
         )
-        self._groups += seed_costs(loaded.warm_up, model.scheduler.group, loaded.rungs)
+        if books is not None:
+            model.statistics = books
+        self._groups += seed_costs(
+            loaded,
+            lambda tails: model.scheduler.group(tails, model.rungs_of(tails)),
+        )
+        if loaded.cold:
+            self._warm_further(loaded, model)
         self._directory.add(model)
         self._service.models_changed()
+
+    def _on_lost(self, name: str, text: str) -> None:
+        """An engine's process has ended; on any thread."""
+
+        def lost() -> None:
+            for model in self._directory.all():
+                if model.signature.name == name and not self._directory.draining:
+                    model.lose()
+                    self._watchers.set_ready(self._directory.ready)
+                    self._revival.begin(model, self._directory.source(name), text)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it is the end
+            self._loop.call_soon_threadsafe(lost)
+
+    def _revived(self, old: Model, loaded: LoadedModel) -> None:
+        """A model is back, in the place of what it was and with its books."""
+        self._driver.forget(old)
+        self._serve_model(loaded, old.statistics)
+        self._watchers.set_ready(self._directory.ready)
+
+    def _warm_further(self, loaded: LoadedModel, model: Model) -> None:
+        def use(tails: Tails, rung: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it is the end
+                self._loop.call_soon_threadsafe(model.use_rung, tails, rung)
+
+        warming = Warming(loaded, use)
+        self._warming.append(warming)
+        warming.start()
 
     def _ready_line(self, seconds: float) -> str:
         addresses = [a for t in self._transports for a in t.addresses]
@@ -304,6 +345,9 @@ class Server:
             # The fronts first: they may still hand streams over to the fallback.
             for transport in reversed(self._transports):
                 await transport.stop()
+            await self._revival.stop()
+            for warming in self._warming:
+                warming.stop()
             for model in self._directory.all():
                 self._driver.forget(model)
                 if model.idle:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -17,116 +16,13 @@ import numpy as np
 from batcher.config import AxisConfig
 from batcher.errors import ConfigError, InvalidRequest
 from batcher.rpc.request import Shape
-from engines import Cell, TensorSpec
+from batcher.serving.fits import AxisRule, GroupFit, RequestFit
+from engines import TensorSpec
+
+_MAX_GROUPS: Final = 256  # whose fits are kept
 
 MAX_OUTPUT_BYTES: Final = 2**31 - 1
 """What a gRPC message can hold at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisRule:
-    """One `[axes.NAME]` table, resolved against the model.
-
-    Attributes:
-        name: of the table.
-        places: (input index, axis) of every input axis it governs.
-        buckets: sizes to pad to, or the allowed sizes, ascending.
-        padded: whether padding is allowed.
-        truncate: whether what is longer than the largest bucket is cut.
-        pad: per input index, the pad value.
-        outputs: per output index, (axis, ratio) to cut back.
-    """
-
-    name: str
-    places: tuple[tuple[int, int], ...]
-    buckets: tuple[int, ...]
-    padded: bool
-    truncate: bool
-    pad: dict[int, float]
-    outputs: dict[int, tuple[int, float]]
-
-    def bucket(self, size: int) -> int:
-        """The size that `size` is run at.
-
-        Raises:
-            InvalidRequest: no bucket holds it; the text names those there are.
-        """
-        if self.padded:
-            for bucket in self.buckets:
-                if bucket >= size:
-                    return bucket
-            if self.truncate:
-                return self.buckets[-1]
-        elif size in self.buckets:
-            return size
-        what = "at most" if self.padded else "one of"
-        sizes = self.buckets[-1] if self.padded else list(self.buckets)
-        raise InvalidRequest(
-            f"axis {self.name!r} has {size} elements; it must have {what} {sizes}"
-        )
-
-
-class GroupFit:
-    """How batches of one group lie in the buffers.
-
-    Attributes:
-        in_tails: per input, the shape of one row (of the whole, when not batched).
-        in_row_bytes: per input, bytes of one row (0 for BYTES).
-        out_tails: per output, the shape of one row, None where it is not known.
-    """
-
-    __slots__ = ("_batched", "_cells", "in_row_bytes", "in_tails", "out_tails")
-
-    def __init__(
-        self,
-        batched: bool,
-        in_tails: tuple[Shape, ...],
-        in_row_bytes: tuple[int, ...],
-        out_tails: tuple[Shape | None, ...],
-    ) -> None:
-        self._batched = batched
-        self.in_tails = in_tails
-        self.in_row_bytes = in_row_bytes
-        self.out_tails = out_tails
-        self._cells: dict[int, Cell] = {}
-
-    def cell(self, rung: int) -> Cell:
-        """The shapes of a batch of `rung` rows; always the same object."""
-        cell = self._cells.get(rung)
-        if cell is None:
-            ins: Sequence[Shape] = self.in_tails
-            outs: Sequence[Shape | None] = self.out_tails
-            if self._batched:
-                ins = [(rung, *tail) for tail in ins]
-                outs = [None if tail is None else (rung, *tail) for tail in outs]
-            cell = self._cells[rung] = Cell(ins, outs)
-        return cell
-
-
-class RequestFit:
-    """How the rows of requests with one header fit their group's batches.
-
-    Attributes:
-        group: the group's fit.
-        exact: whether the rows can be copied as they are (no axis is padded or cut).
-        taken: per input, the shape of one row that is used (less than what was sent
-            where it is truncated).
-        cuts: per output, ((axis, size), …) to cut the answer back to.
-    """
-
-    __slots__ = ("cuts", "exact", "group", "taken")
-
-    def __init__(
-        self,
-        group: GroupFit,
-        exact: bool,
-        taken: tuple[Shape, ...],
-        cuts: tuple[tuple[tuple[int, int], ...], ...],
-    ) -> None:
-        self.group = group
-        self.exact = exact
-        self.taken = taken
-        self.cuts = cuts
 
 
 class ModelShapes:
@@ -153,8 +49,43 @@ class ModelShapes:
         self.batched = batched
         self.rules = tuple(self._rule(n, config) for n, config in axes.items())
         self._check_rules()
-        self.predict_outputs = True
+        self._predict_outputs = True
+        self._learned: dict[tuple[Shape, ...], tuple[Shape | None, ...]] = {}
+        self._groups: dict[tuple[Shape, ...], GroupFit] = {}
+
+    @property
+    def predict_outputs(self) -> bool:
         """Whether output shapes follow from the axis names (warm-up checks it)."""
+        return self._predict_outputs
+
+    @predict_outputs.setter
+    def predict_outputs(self, value: bool) -> None:
+        self._predict_outputs = value
+        self._groups.clear()
+
+    def learn(
+        self, in_tails: tuple[Shape, ...], out_tails: tuple[Shape | None, ...]
+    ) -> None:
+        """Takes what the engine says of the outputs of a group, in place of names."""
+        self._learned[in_tails] = out_tails
+        self._groups.clear()
+
+    def group(self, in_tails: tuple[Shape, ...]) -> GroupFit:
+        """How batches of a group lie in the buffers; mostly the same object."""
+        group = self._groups.get(in_tails)
+        if group is None:
+            if len(self._groups) >= _MAX_GROUPS:
+                self._groups.clear()
+            group = self._groups[in_tails] = GroupFit(
+                self.batched,
+                in_tails,
+                tuple(
+                    spec.itemsize * math.prod(tail)
+                    for spec, tail in zip(self.inputs, in_tails, strict=True)
+                ),
+                self._out_tails(in_tails),
+            )
+        return group
 
     @property
     def pad_values(self) -> list[float]:
@@ -189,18 +120,9 @@ class ModelShapes:
                 taken[index][axis] = used
             for index, (axis, ratio) in rule.outputs.items():
                 cuts[index].append((axis, cut_size(used, ratio)))
-        in_tails = tuple(tuple(shape[first:]) for shape in padded)
-        out_tails = self._out_tails(padded)
-        self._check_answer(shapes[0][0] if self.batched else 1, out_tails)
-        group = GroupFit(
-            self.batched,
-            in_tails,
-            tuple(
-                spec.itemsize * math.prod(tail)
-                for spec, tail in zip(self.inputs, in_tails, strict=True)
-            ),
-            out_tails,
-        )
+        group = self.group(tuple(tuple(shape[first:]) for shape in padded))
+        rows = shapes[0][0] if self.batched else 1
+        self._check_answer(rows, group.out_tails)
         return RequestFit(
             group,
             exact,
@@ -217,22 +139,25 @@ class ModelShapes:
             raise InvalidRequest(f"the inputs disagree on axis {rule.name!r}: {names}")
         return sizes.pop()
 
-    def _out_tails(self, shapes: list[list[int]]) -> tuple[Shape | None, ...]:
-        if not self.predict_outputs:
+    def _out_tails(self, in_tails: tuple[Shape, ...]) -> tuple[Shape | None, ...]:
+        learned = self._learned.get(in_tails)
+        if learned is not None:
+            return learned
+        if not self._predict_outputs:
             return (None,) * len(self.outputs)
+        first = 1 if self.batched else 0
         known = {
             axis: size
-            for spec, shape in zip(self.inputs, shapes, strict=True)
-            for axis, size in zip(spec.shape, shape, strict=True)
+            for spec, tail in zip(self.inputs, in_tails, strict=True)
+            for axis, size in zip(spec.shape[first:], tail, strict=True)
             if isinstance(axis, str)
         }
-        first = 1 if self.batched else 0
         tails: list[Shape | None] = []
         for spec in self.outputs:
-            tail = [a if isinstance(a, int) else known.get(a or "") for a in spec.shape]
-            sizes = [size for size in tail[first:] if size is not None]
-            complete = len(sizes) == len(tail) - first
-            tails.append(tuple(sizes) if complete else None)
+            axes = spec.shape[first:]
+            tail = [a if isinstance(a, int) else known.get(a or "") for a in axes]
+            sizes = [size for size in tail if size is not None]
+            tails.append(tuple(sizes) if len(sizes) == len(tail) else None)
         return tuple(tails)
 
     def _check_answer(self, rows: int, tails: tuple[Shape | None, ...]) -> None:

@@ -58,26 +58,42 @@ class WarmUp:
     warnings: list[str] = field(default_factory=list)
 
 
-def warm_up(engine: Engine, shapes: ModelShapes, rungs: Sequence[int]) -> WarmUp:
+def warm_up(
+    engine: Engine,
+    context: ExecutionContext,
+    shapes: ModelShapes,
+    rungs: Sequence[int],
+) -> WarmUp:
     """Runs every bucket with its smallest and largest rung, and compares.
 
     A model that cannot be run on made-up input is served all the same: the result then
     has nothing but the reason.
+
+    Args:
+        engine: the network.
+        context: where it is run.
+        shapes: the shape rules; they learn the shapes of outputs that the engine knows.
+        rungs: batch sizes worth running.
     """
     result = WarmUp()
-    context = engine.create_context()
-    try:
-        cells = list(itertools.islice(_cells(shapes), _MAX_CELLS))
-        for sizes in cells:
-            _warm_cell(context, engine, shapes, sizes, rungs, result)
-        if result.costs and result.obstacle is None:
-            if shapes.batched and rungs[-1] > 1:
-                rows = min(_COMPARED_ROWS, rungs[-1])
-                _compare_rows(context, shapes, cells[0], rows, result)
-            _compare_padding(context, shapes, result)
-    finally:
-        context.close()
+    cells = list(_cells(shapes))
+    if not engine.warmed_cells_only:
+        cells = cells[:_MAX_CELLS]
+    for sizes in cells:
+        _warm_cell(context, engine, shapes, sizes, rungs, result)
+    if result.costs and result.obstacle is None:
+        if shapes.batched and rungs[-1] > 1:
+            rows = _compared_rows(engine, rungs)
+            _compare_rows(context, shapes, cells[0], rows, result)
+        _compare_padding(context, engine, shapes, rungs[0], result)
     return result
+
+
+def _compared_rows(engine: Engine, rungs: Sequence[int]) -> int:
+    """How many rows are run together; where each size is warmed, one that is anyway."""
+    if engine.warmed_cells_only:
+        return next(rung for rung in rungs if rung > 1)
+    return min(_COMPARED_ROWS, rungs[-1])
 
 
 def _cells(shapes: ModelShapes) -> Any:
@@ -101,6 +117,11 @@ def _warm_cell(
         any_shape = not engine.warmed_cells_only
         if rung != rungs[0] and any_shape and expected_ns > _LARGE_RUN_NS:
             continue  # its first caller will not notice one cold run
+        if not any_shape:
+            error = _warm(context, shapes, sizes, rung)
+            if error is not None:
+                result.failure = result.failure or error
+                return
         run = _first_run(context, shapes, sizes, rung)
         if isinstance(run, str):
             result.failure = result.failure or run
@@ -109,6 +130,26 @@ def _warm_cell(
         tails = tuple(a.shape[1:] if shapes.batched else a.shape for a in inputs)
         result.costs.append((tails, rung, first_ns))
         _check_outputs(shapes, inputs, outputs, rung, result)
+
+
+def _warm(
+    context: ExecutionContext, shapes: ModelShapes, sizes: dict[str, int], rows: int
+) -> str | None:
+    """Prepares a cell, and learns the shapes of its outputs; why not, if it fails."""
+    tensors = make_inputs(shapes, sizes, rows, _GUESSES[0])
+    given = [tuple(array.shape) for array in tensors]
+    try:
+        context.warm(given)
+        known = context.output_shapes(given)
+    except EngineError as error:
+        return str(error)
+    if known is not None:
+        first = 1 if shapes.batched else 0
+        shapes.learn(
+            tuple(shape[first:] for shape in given),
+            tuple(None if shape is None else shape[first:] for shape in known),
+        )
+    return None
 
 
 def _first_run(
@@ -237,15 +278,19 @@ def _judge(name: str, apart: Any, together: Any, result: WarmUp) -> None:
 
 
 def _compare_padding(
-    context: ExecutionContext, shapes: ModelShapes, result: WarmUp
+    context: ExecutionContext,
+    engine: Engine,
+    shapes: ModelShapes,
+    rows: int,
+    result: WarmUp,
 ) -> None:
-    """Whether a padded row gives what it gives unpadded."""
+    """Whether padded rows give what they give unpadded."""
     for rule in shapes.rules:
         size, bucket = _padded_size(rule.buckets) if rule.padded else (0, 0)
-        if not size:
+        if not size or (engine.warmed_cells_only and size not in rule.buckets):
             continue
         small = {r.name: r.buckets[0] for r in shapes.rules} | {rule.name: size}
-        run = _first_run(context, shapes, small, 1)
+        run = _first_run(context, shapes, small, rows)
         if isinstance(run, str):
             return
         inputs, outputs, _ = run

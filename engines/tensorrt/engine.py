@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,9 +13,13 @@ from engines import cuda
 from engines.base import Engine, ExecutionContext, Profile
 from engines.errors import EngineLoadError, EngineRunError
 from engines.tensorrt.allocator import output_allocator
-from engines.tensorrt.lane import SETS, Lane
+from engines.tensorrt.buffers import SETS
+from engines.tensorrt.lane import Lane
+from engines.tensorrt.memory import MemoryNeed
 from engines.tensorrt.messages import collected_errors, logger
 from engines.tensorrt.module import FlavourChoice, find
+from engines.tensorrt.plans import write_whole
+from engines.tensorrt.remedies import with_remedy
 from engines.tensors import Shape, TensorSpec, element_count
 
 log = logging.getLogger(__name__)
@@ -30,6 +36,9 @@ _DTYPES: Final[dict[str, str]] = {
 }
 """TensorRT's names of the types that can travel over the protocol."""
 
+_GRAPH_SHARE: Final = 16
+"""Graphs may take this part of the device's memory unless told otherwise."""
+
 
 class TensorRTEngine(Engine):
     """See the module's text.
@@ -41,7 +50,16 @@ class TensorRTEngine(Engine):
         flavour: which TensorRT runs it.
         specs: names of axes by tensor, from the ONNX (a plan has none).
         kernel_cache: file of TensorRT for RTX's specialised kernels; read when it is
-            there, and written by `save_kernels`.
+            there, and written by `save_warm`.
+        graphs: whether warmed runs become CUDA graphs, where that pays.
+        graph_bytes: the most device memory that graphs may take; cells warmed later run
+            without. None: a sixteenth of the device.
+
+    Attributes:
+        device: index of the GPU.
+        activation_bytes: of one lane.
+        input_bytes, output_bytes: per tensor, of the largest that a profile holds (0
+            for an output whose shape the run decides).
 
     Raises:
         EngineLoadError: TensorRT or the GPU is missing, or the plan is not for them.
@@ -59,22 +77,42 @@ class TensorRTEngine(Engine):
         flavour: FlavourChoice = "auto",
         specs: Sequence[TensorSpec] = (),
         kernel_cache: Path | None = None,
+        graphs: bool = True,
+        graph_bytes: int | None = None,
     ) -> None:
         found = find(flavour)
-        trt = found.trt
         try:
             cuda.use(device)
         except EngineRunError as error:
             raise EngineLoadError(f"{name}: no GPU {device}: {error}") from error
-        self.trt = trt
+        self.trt = found.trt
         self.device = device
+        self.graphs = graphs
+        self.lanes = 0
         self._name = name
+        self._plan_bytes = len(plan)
         self._kernel_cache = kernel_cache
-        self._runtime = trt.Runtime(logger(found))
+        if kernel_cache is not None:
+            gpu = _file_name(cuda.properties(device).name)
+            self.costs_path = kernel_cache.with_suffix(f".{gpu}.costs.json")
+        self._graph_bytes_left = graph_bytes
+        self._graph_bytes = 0
+        self._graph_lock = threading.Lock()
+        self._runtime = found.trt.Runtime(logger(found))
         with collected_errors() as said:
             self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
-            raise EngineLoadError(f"{name}: {found} cannot load the plan: {said}")
+            raise EngineLoadError(
+                f"{name}: {found} cannot load the plan: {with_remedy(str(said))}"
+            )
+        try:
+            self._look(specs)
+        except EngineRunError as error:
+            raise EngineLoadError(str(error)) from error
+
+    def _look(self, specs: Sequence[TensorSpec]) -> None:
+        """Reads what the plan takes and gives, and how much memory that is."""
+        trt = self.trt
         engine = self._engine
         names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
         known = {spec.name: spec for spec in specs}
@@ -109,22 +147,51 @@ class TensorRTEngine(Engine):
 
     def create_context(self) -> ExecutionContext:
         try:
-            return Lane(self)
+            lane = Lane(self)
         except cuda.OutOfDeviceMemory as error:
-            raise EngineLoadError(self._arithmetic(error)) from error
+            free, total = cuda.memory()
+            need = self.memory_need(self.lanes + 1)
+            text = need.refusal(self._name, self.device, free, total)
+            raise EngineLoadError(f"{text} ({error})") from error
+        self.lanes += 1
+        return lane
 
     def host_buffer(self, size: int) -> memoryview:
         cuda.use(self.device)
         return cuda.pinned(size)
 
-    def save_kernels(self) -> None:
+    def adopt_buffer(self, view: memoryview) -> None:
+        cuda.use(self.device)
+        cuda.lock_pages(view)
+
+    def release_buffer(self, view: memoryview) -> None:
+        cuda.use(self.device)
+        cuda.unlock_pages(view)
+
+    def save_warm(self) -> None:
         """Writes the specialised kernels beside the plan, where the flavour has any."""
-        cache = getattr(self._runtime_config, "get_runtime_cache", lambda: None)()
-        if cache is not None and self._kernel_cache is not None:
-            data = bytes(cache.serialize())
-            partial = self._kernel_cache.with_suffix(".partial")
-            partial.write_bytes(data)
-            partial.replace(self._kernel_cache)
+        cache = self._kernels
+        if cache is None or self._kernel_cache is None:
+            return
+        try:
+            write_whole(self._kernel_cache, bytes(cache.serialize()))
+        except OSError as error:
+            log.warning("%s: kernels are not kept: %s", self._name, error)
+
+    def close(self) -> None:
+        self._spare.clear()
+        self._runtime_config = self._kernels = None
+        self._engine = None
+
+    def memory_need(self, lanes: int) -> MemoryNeed:
+        """What this engine needs with so many lanes."""
+        return MemoryNeed(
+            weights=self._plan_bytes,
+            activation=self.activation_bytes,
+            buffers=SETS * (sum(self.input_bytes) + sum(self.output_bytes)),
+            graphs=self._graph_bytes,
+            lanes=lanes,
+        )
 
     # -- for lanes --------------------------------------------------------------------
 
@@ -148,6 +215,28 @@ class TensorRTEngine(Engine):
         To make one takes seconds where the kernels are not in the cache.
         """
         return self._spare.pop(profile, None)
+
+    @contextmanager
+    def graph_budget(self) -> Iterator[bool]:
+        """Whether there is memory left for a graph; what is made inside is counted.
+
+        One lane at a time: the device tells only how much is free of all.
+        """
+        with self._graph_lock:
+            before, total = cuda.memory()
+            if self._graph_bytes_left is None:
+                self._graph_bytes_left = total // _GRAPH_SHARE
+            yield self._graph_bytes_left > 0
+            taken = max(before - cuda.memory()[0], 0)
+            self._graph_bytes += taken
+            if self._graph_bytes_left > 0 >= self._graph_bytes_left - taken:
+                log.info(
+                    "%s: the budget for graphs is used up (%d MiB); further shapes run "
+                    "without",
+                    self._name,
+                    self._graph_bytes >> 20,
+                )
+            self._graph_bytes_left -= taken
 
     def new_allocator(self) -> Any:
         """Memory for an output whose shape the run decides."""
@@ -226,7 +315,7 @@ class TensorRTEngine(Engine):
         trt = self.trt
         if not hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
             return None
-        config = self._engine.create_runtime_config()
+        config: Any = self._engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(
             trt.ExecutionContextAllocationStrategy.USER_MANAGED
         )
@@ -264,14 +353,8 @@ class TensorRTEngine(Engine):
                     largest[i] = max(largest[i], size)
         return largest
 
-    def _arithmetic(self, error: BaseException) -> str:
-        free, total = cuda.memory()
-        mib = 1 << 20
-        buffers = SETS * (sum(self.input_bytes) + sum(self.output_bytes))
-        return (
-            f"{self._name}: GPU {self.device} has not the memory for one more lane: "
-            f"{self.activation_bytes / mib:.0f} MiB of activations + "
-            f"{buffers / mib:.0f} MiB of buffers are needed, {free / mib:.0f} of "
-            f"{total / mib:.0f} MiB are free; use fewer slots, a smaller max_batch or "
-            f"shorter buckets ({error})"
-        )
+
+def _file_name(text: Any) -> str:
+    """The letters and digits of a GPU's name."""
+    name = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    return "".join(c if c.isalnum() else "-" for c in name.strip("\0 "))

@@ -59,7 +59,13 @@ def convert_file(
 def needs_conversion(model: onnx.ModelProto) -> bool:
     """Whether a model is all FP32: one that holds 16-bit floats was made so by choice,
     and what it keeps in FP32 is there for a reason."""
-    types = {tensor.data_type for tensor in all_tensors(model)}
+    types = _types(model)
+    return TensorProto.FLOAT in types and not types.intersection(_HALF)
+
+
+def _types(model: onnx.ModelProto) -> set[int]:
+    """Of everything that is stored, goes in or out, or is cast to."""
+    types: set[int] = {tensor.data_type for tensor in all_tensors(model)}
     types |= {
         value.type.tensor_type.elem_type
         for value in (*model.graph.input, *model.graph.output)
@@ -71,7 +77,17 @@ def needs_conversion(model: onnx.ModelProto) -> bool:
         for attribute in node.attribute
         if attribute.name == "to"
     }
-    return TensorProto.FLOAT in types and not types.intersection(_HALF)
+    return types
+
+
+def lowest_precision(model: onnx.ModelProto) -> Literal["fp32", "fp16", "bf16", "int8"]:
+    """The coarsest arithmetic that a model asks for, by the types that it holds."""
+    if any(node.op_type == "QuantizeLinear" for node in _nodes(model.graph)):
+        return "int8"
+    types = _types(model)
+    if TensorProto.BFLOAT16 in types:
+        return "bf16"
+    return "fp16" if TensorProto.FLOAT16 in types else "fp32"
 
 
 def convert(

@@ -20,11 +20,13 @@ from batcher.config import (
     ModelConfig,
     ServerConfig,
     SlotsConfig,
+    TensorRTConfig,
+    backends,
     schema,
 )
 from batcher.scheduling import POLICIES
 
-SOURCE = Path(schema.__file__)
+SOURCES = [Path(str(module.__file__)) for module in (schema, backends)]
 
 UNITS = ("_s", "_ms", "_us", "_mb")
 """Endings of fields with a unit, which a flag may leave out."""
@@ -38,13 +40,14 @@ FLAGS_OF_MODELS: dict[str, tuple[type[Any], str]] = {
     "timeout_ms": (BatchingConfig, "timeout_ms"),
     "batch_axis": (ModelConfig, "batch_axis"),
     "slots": (SlotsConfig, "count"),
+    "precision": (TensorRTConfig, "precision"),
 }
 """Knobs of models that are flags too."""
 
 
 def documented() -> Iterator[tuple[str, str | None]]:
     """Every field of every class of the schema, and its docstring."""
-    for node in ast.parse(SOURCE.read_text()).body:
+    for node in (n for path in SOURCES for n in ast.parse(path.read_text()).body):
         if not isinstance(node, ast.ClassDef):
             continue
         for field, below in zip(node.body, [*node.body[1:], None], strict=True):
@@ -85,7 +88,7 @@ def test_every_class_is_walked() -> None:
     """The docstrings that were looked at are those of all fields there are."""
     declared = {
         f"{kind.__name__}.{field.name}"
-        for kind in vars(schema).values()
+        for kind in (vars(schema) | vars(backends)).values()
         if isinstance(kind, type) and dataclasses.is_dataclass(kind)
         for field in dataclasses.fields(kind)
     }
@@ -159,6 +162,9 @@ def test_the_defaults_in_the_help_are_those_of_the_schema() -> None:
         expected[str(name)] = str(value)
     expected["socket_mode"] = f"0{ServerConfig().socket_mode:o}"
     expected["max_batch"] = "64"  # 0 stands for it
+    expected["slots"] = "1, on a GPU 2"  # so does this 0
+    expected["plan_cache"] = "batcher/plans in the user's cache folder"
+    del expected["plugin_folder"]  # none
     expected["max_in_flight_mb"] = "a quarter of memory"  # so does this 0
     del expected["strict_triton_codes"]  # a switch, off unless given
 
@@ -173,6 +179,7 @@ def test_the_defaults_in_the_help_are_those_of_the_schema() -> None:
         ("log_format", ("text", "json")),
         ("log_level", ("debug", "info", "warning", "error")),
         ("policy", tuple(POLICIES)),
+        ("precision", typing.get_args(backends.PrecisionName)),
     ],
 )
 def test_choices_in_the_help_are_all_there_are(

@@ -16,7 +16,7 @@ MODEL_FAULTS: dict[str, list[str]] = {
     "max_bach = 8": ["max_bach: no such knob"],
     "[batching]\nmax_dely_us = 8": ["batching.max_dely_us: no such knob"],
     "[axes.s]\nbuckets = [4]\npading = 1": ["axes.s.pading: no such knob"],
-    "[slots]\ndevices = [7]": ["slots.devices: no such knob"],
+    "[slots]\ndevice = 7": ["slots.device: no such knob"],
     'engine = "onx"': [
         "engine: Input should be 'auto', 'onnxruntime', 'tensorrt' or 'fake' (got "
         "'onx')"
@@ -31,7 +31,15 @@ MODEL_FAULTS: dict[str, list[str]] = {
         "batching: Input should be a dictionary or an instance of BatchingConfig "
         "(got 3)"
     ],
-    "[slots]\ncount = 0": ["slots.count must be at least 1, got 0"],
+    "[slots]\ncount = -1": ["slots.count must be at least 0, got -1"],
+    "[slots]\ndevices = [0, 0]": ["slots.devices must be different GPUs, got [0, 0]"],
+    "[tensorrt]\noptimization_level = 6": [
+        "tensorrt.optimization_level must be at most 5, got 6"
+    ],
+    "[tensorrt]\nprecision = 'int4'": [
+        "tensorrt.precision: Input should be 'keep', 'fp32', 'fp16' or 'bf16' (got "
+        "'int4')"
+    ],
     "[slots]\ncount = 10000": ["slots.count must be at most 64, got 10000"],
     "[batching]\nmax_delay_us = -1": [
         "batching.max_delay_us must be at least 0, got -1"

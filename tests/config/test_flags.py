@@ -42,9 +42,9 @@ WRONG: dict[str, list[str]] = {
         "--engine: engine: Input should be 'auto', 'onnxruntime', 'tensorrt' or 'fake' "
         "(got 'warp')"
     ],
-    "--slots 0 --max-queue 0": [
+    "--slots 65 --max-queue 0": [
         "--max-queue: batching.max_queue must be at least 1, got 0",
-        "--slots: slots.count must be at least 1, got 0",
+        "--slots: slots.count must be at most 64, got 65",
     ],
     "--max-batch 64 --max-queue 16 --slots 2": [
         "--max-batch and --max-queue: batching.max_queue = 16 keeps batches of "
@@ -93,7 +93,7 @@ def test_a_variable_is_checked_like_a_flag(repository: Path) -> None:
     )
 
     assert result.exit_code == 2
-    assert result.stderr == "batcher: --slots: slots.count must be at least 1, got 0\n"
+    assert result.stderr == "batcher: --slots must be at least 1, got 0\n"
 
 
 @pytest.mark.parametrize(

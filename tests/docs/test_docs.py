@@ -25,7 +25,8 @@ from batcher.config import (
     from_mapping,
     load_model_config,
 )
-from batcher.config.schema import FakeTensorConfig, OutputAxisConfig
+from batcher.config.backends import FakeTensorConfig, TensorRTConfig
+from batcher.config.schema import OutputAxisConfig
 from batcher.rpc.status import StatusTable
 from batcher.serving.budget import Budget
 from batcher.serving.metrics import collect, exposition
@@ -48,6 +49,7 @@ README = ROOT / "README.md"
 SECTIONS: dict[str, type[Any]] = {
     "Top level": ModelConfig,
     "`[batching]`": BatchingConfig,
+    "`[tensorrt]`": TensorRTConfig,
     "`[slots]`": SlotsConfig,
     "`[axes.NAME]`": AxisConfig,
     "`[axes.NAME.outputs]`": OutputAxisConfig,
@@ -56,7 +58,7 @@ SECTIONS: dict[str, type[Any]] = {
 }
 """Headings of docs/model-file.md, and what their tables describe."""
 
-TABLES_OF_THEIR_OWN = {"batching", "slots", "axes", "fake"}
+TABLES_OF_THEIR_OWN = {"batching", "slots", "axes", "tensorrt", "fake"}
 
 UNITS = {
     "_us": "µs",
@@ -65,6 +67,8 @@ UNITS = {
     "_mb": "MiB",
     "_rows": "rows",
 }
+
+COMMANDS = ("serve", "bench", "build", "doctor")
 
 OTHERS_FLAGS = {"--strict"}
 """Flags in the documents that are not of `batcher`: mypy's."""
@@ -94,7 +98,8 @@ def options(command: str) -> dict[str, click.Option]:
     """The options of a `batcher` command by their flag."""
     group = typer.main.get_command(app)
     parameters = group.commands[command].params  # type: ignore[attr-defined]
-    return {p.opts[0]: p for p in parameters if p.opts[0].startswith("--")}
+    flags = {f: p for p in parameters for f in (*p.opts, *p.secondary_opts)}
+    return {flag: option for flag, option in flags.items() if flag.startswith("--")}
 
 
 def table_with(document: Path, *columns: str) -> Table:
@@ -190,6 +195,8 @@ def test_operations_has_the_schemas_defaults() -> None:
             text = f"`{value:04o}`"
         elif isinstance(value, bool):
             text = "on" if value else "off"
+        elif value in ("", []):
+            text = "none"
         elif isinstance(value, list):
             text = f"`{' '.join(value)}`"
         else:
@@ -203,12 +210,13 @@ def test_operations_has_the_schemas_defaults() -> None:
 @every_document
 def test_flags_and_variables_exist(document: Path) -> None:
     """Flags and `BATCHER_…` variables that a document names are the command line's."""
-    every = {**options("serve"), **options("bench")}
-    variables = {str(option.envvar) for option in every.values() if option.envvar}
+    every = [each for command in COMMANDS for each in options(command).items()]
+    known = {flag for flag, _ in every}
+    variables = {str(option.envvar) for _, option in every if option.envvar}
     text = document.read_text()
-    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
 
-    assert flags - set(every) - OTHERS_FLAGS - {"--help", "--version"} == set()
+    assert flags - known - OTHERS_FLAGS - {"--help", "--version"} == set()
     assert set(re.findall(r"BATCHER_[A-Z_]+", text)) - variables == set()
 
 
@@ -220,8 +228,8 @@ def test_commands_are_what_the_command_line_takes(document: Path) -> None:
         found = re.match(r"(?:\S*/)?batcher (\w+)(.*)", line)
         if found is None:
             continue
-        flags = set(re.findall(r"--[a-z-]+", found[2]))
-        if found[1] not in ("serve", "bench") or flags - set(options(found[1])):
+        flags = set(re.findall(r"--[a-z0-9-]+", found[2]))
+        if found[1] not in COMMANDS or flags - set(options(found[1])):
             wrong.append(line)
 
     assert wrong == []

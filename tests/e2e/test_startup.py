@@ -161,7 +161,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--policy nonsense": ("nonsense", "eager, window"),
     "--transport pigeon": ("transport", "pigeon"),
     "--max-batch 64 --max-queue 16": ("max_queue = 16", "max_batch = 64"),  # (B010)
-    "--slots 0": ("slots.count", "0"),
+    "--slots 65": ("slots.count", "65"),
     "--socket-mode 9z": ("9z", "octal"),
     "--max-message-mb 4096": ("max_message_mb", "2047"),
     "--max-batch many": ("--max-batch", "valid integer"),

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from engines import (
     FakeOptions,
     TensorSpec,
 )
+from engines.process import ProcessEngine, open_in_process
 
 Make = Callable[[str], Engine]
 """Makes an engine that gives x [N, D] of a datatype back as y."""
@@ -33,30 +35,70 @@ Make = Callable[[str], Engine]
 KINDS = {datatype: kind for kind, (datatype, _) in models.ID_TYPES.items()}
 NUMERIC = [datatype for datatype in DTYPES if datatype != "BYTES"]
 POISON = 99
+BACK_ENDS = ["fake", "onnxruntime", "fake-process", "onnxruntime-process"]
 
 
-@pytest.fixture(params=["fake", "onnxruntime"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+class Opened:
+    """Opens engines here, or each kind once in a process of its own."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, ProcessEngine] = {}
+
+    def open(self, kind: str, recipe: Callable[[], Engine], what: str) -> Engine:
+        """The engine of `recipe`; `kind` says where, and `what` which it is."""
+        if not kind.endswith("-process"):
+            return recipe()
+        name = f"{kind}-{what}"
+        kept = self._kept.get(name)
+        if kept is None or kept.lost is not None:
+            kept = self._kept[name] = open_in_process(recipe, name=name)
+        return kept
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for engine in self._kept.values():
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def opened_engines() -> Iterator[Opened]:
+    """Shared by the tests, since a process takes long to start."""
+    shared = Opened()
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(params=BACK_ENDS)
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, opened_engines: Opened
+) -> Make:
     """Each back end in turn."""
+    kind: str = request.param
 
-    def fake(datatype: str) -> Engine:
-        x, y = (TensorSpec(name, datatype, ("N", "D")) for name in "xy")
-        return FakeEngine(FakeOptions(inputs=(x,), outputs=(y,)))
-
-    def onnxruntime(datatype: str) -> Engine:
+    def make_one(datatype: str) -> Engine:
+        if kind.startswith("fake"):
+            x, y = (TensorSpec(name, datatype, ("N", "D")) for name in "xy")
+            options = FakeOptions(inputs=(x,), outputs=(y,))
+            return opened_engines.open(kind, partial(FakeEngine, options), datatype)
         model = models.identity(KINDS[datatype])
-        return engines.open(models.save(model, tmp_path / f"{datatype}.onnx"))
+        path = models.save(model, tmp_path / f"{datatype}.onnx")
+        return opened_engines.open(kind, partial(engines.open, path), datatype)
 
-    return fake if request.param == "fake" else onnxruntime
+    return make_one
 
 
-@pytest.fixture(params=["fake", "onnxruntime"])
-def poisoned(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
+@pytest.fixture(params=BACK_ENDS)
+def poisoned(
+    request: pytest.FixtureRequest, tmp_path: Path, opened_engines: Opened
+) -> Engine:
     """An engine whose runs fail when they hold the value `POISON`."""
-    if request.param == "fake":
+    kind: str = request.param
+    if kind.startswith("fake"):
         x, y = (TensorSpec(name, "INT64", ("N", 1)) for name in ("ids", "y"))
-        return FakeEngine(FakeOptions(inputs=(x,), outputs=(y,), fail_value=POISON))
-    return engines.open(models.save(models.emb(), tmp_path / "emb.onnx"))
+        options = FakeOptions(inputs=(x,), outputs=(y,), fail_value=POISON)
+        return opened_engines.open(kind, partial(FakeEngine, options), "poisoned")
+    path = models.save(models.emb(), tmp_path / "emb.onnx")
+    return opened_engines.open(kind, partial(engines.open, path), "poisoned")
 
 
 def sample(datatype: str, rows: int, width: int) -> Any:
@@ -119,6 +161,26 @@ def test_given_outputs_are_filled(make: Make, datatype: str) -> None:
 
     assert actual is given
     assert same(given, value)
+
+
+@pytest.mark.parametrize("datatype", NUMERIC)
+def test_host_buffers_are_read_and_filled(make: Make, datatype: str) -> None:
+    """Arrays anywhere in the engine's host buffers run, again and again."""
+    value = sample(datatype, 3, 5)
+    engine = make(datatype)
+    context = engine.create_context()
+    buffers = [engine.host_buffer(3 * value.nbytes) for _ in range(2)]
+    given, filled = (
+        np.frombuffer(b, value.dtype, value.size, offset=value.nbytes).reshape(3, 5)
+        for b in buffers
+    )
+
+    for turn in (value, value[::-1]):
+        given[:] = turn
+        (actual,) = context.execute([given], [filled])
+
+        assert actual is filled
+        assert same(filled, np.ascontiguousarray(turn))
 
 
 @pytest.mark.parametrize("datatype", DTYPES)

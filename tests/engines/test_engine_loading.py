@@ -221,10 +221,10 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     """A file that no back end takes says by its ending what it is."""
-    path = tmp_path / "model.plan"
+    path = tmp_path / "model.engine"
     path.write_bytes(b"x")
 
-    assert refusal(path).endswith("no engine for files ending in '.plan'")
+    assert refusal(path).endswith("no engine for files ending in '.engine'")
 
 
 def test_an_operator_that_is_not_there_is_named(tmp_path: Path) -> None:

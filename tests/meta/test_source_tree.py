@@ -46,6 +46,7 @@ ENGINES = [
     "EngineDeadError",
     "EngineError",
     "EngineLoadError",
+    "EngineLostError",
     "EngineRunError",
     "ExecutionContext",
     "FakeEngine",

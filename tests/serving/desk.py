@@ -14,9 +14,11 @@ from batcher.rpc.signature import ModelSignature
 from batcher.rpc.status import StatusTable
 from batcher.rpc.transport import Trailing
 from batcher.serving.budget import Budget
+from batcher.serving.loader import LoadedModel
 from batcher.serving.model import Model
 from batcher.serving.shapes import ModelShapes
-from engines import Engine, FakeEngine, FakeOptions, TensorSpec
+from batcher.serving.warmup import WarmUp
+from engines import Engine, FakeEngine, FakeOptions, Slot, TensorSpec
 
 from .parts import Arrays, decoded, payload_of, signature_of
 
@@ -58,12 +60,19 @@ def made_model(
     config = ModelConfig(
         batching=BatchingConfig(**batching), slots=SlotsConfig(count=slots)
     )
-    return Model(
+    loaded = LoadedModel(
         signature,
         config,
-        engine,
+        (engine,),
+        tuple(Slot(engine, f"slot {name} #{i}") for i in range(slots)),
         shapes,
         tuple(rungs),
+        {},
+        (),
+        WarmUp(),
+    )
+    return Model(
+        loaded,
         budget or Budget(1 << 30),
         StatusTable(),
         1 << 30,

@@ -19,6 +19,7 @@ from batcher.scheduling import POLICIES, PolicyOptions, Scheduler
 from batcher.serving.loader import LoadedModel, batch_obstacle, load, seed_costs
 from batcher.serving.repository import ModelSource
 from engines import EngineLoadError
+from engines.tensorrt.facts import gpu_fact
 
 from .parts import spec
 
@@ -496,10 +497,40 @@ def test_a_damaged_model_is_a_load_error(tmp_path: Path) -> None:
         load(source, {})
 
 
-def test_the_engine_that_is_not_built_says_so(tmp_path: Path) -> None:
-    """Asking for TensorRT is refused with what can be used instead."""
-    with pytest.raises(EngineLoadError, match=r"tensorrt .* not built yet"):
+def test_tensorrt_without_a_gpu_says_what_is_missing(tmp_path: Path) -> None:
+    """Asking for TensorRT where nothing can run it is refused, and says why."""
+    if gpu_fact().gpus:
+        pytest.skip("there is a GPU")
+
+    with pytest.raises(EngineLoadError, match=r"no GPU to run on: .*(driver|GPU|cuda)"):
         loaded(models.probe(), tmp_path, 'engine = "tensorrt"')
+
+
+def test_a_plan_that_cannot_run_gives_way_to_its_onnx(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the engine is left to the daemon, ONNX Runtime serves what TensorRT cannot,
+    with a warning that says why."""
+    if gpu_fact().gpus:
+        pytest.skip("there is a GPU")
+    source = sourced(models.probe(), tmp_path, "")
+    plan = tmp_path / "m" / "1" / "model.plan"
+    plan.write_bytes(b"vtrt no plan at all")
+
+    model = load(ModelSource("m", "1", source.path, None, plan), {})
+
+    assert model.engines[0].backend == "onnxruntime"
+    assert "served by ONNX Runtime on the CPU: no GPU to run on" in caplog.text
+
+
+def test_a_plan_alone_needs_tensorrt(tmp_path: Path) -> None:
+    """A plan is not given to ONNX Runtime; the way out is named."""
+    plan = tmp_path / "model.plan"
+    plan.write_bytes(b"vtrt")
+    source = ModelSource("m", "1", None, None, plan)
+
+    with pytest.raises(ConfigError, match=r"a plan runs on TensorRT only.*model\.onnx"):
+        load(source, {"engine": "onnxruntime"})
 
 
 def test_a_folder_without_a_model_file_is_named(tmp_path: Path) -> None:
@@ -508,7 +539,7 @@ def test_a_folder_without_a_model_file_is_named(tmp_path: Path) -> None:
     config.write_text("max_batch = 8")
 
     with pytest.raises(
-        ConfigError, match=r"there is no <version>/model.onnx beside it"
+        ConfigError, match=r"there is no <version>/model.onnx or model.plan beside it"
     ):
         load(ModelSource("m", "1", None, config), {})
 
@@ -538,7 +569,7 @@ def test_a_fake_model_is_what_its_file_says(tmp_path: Path) -> None:
     assert (x.name, x.datatype, x.wire_shape) == ("x", "INT8", [-1, 2, -1])
     assert (model.signature.platform, model.signature.max_batch) == ("fake", 4)
     value = np.array([[[1], [2]]], np.int8)
-    np.testing.assert_array_equal(model.engine.run({"x": value})["y"], value)
+    np.testing.assert_array_equal(model.engines[0].run({"x": value})["y"], value)
 
 
 def test_a_fake_model_with_an_unknown_datatype_is_refused(tmp_path: Path) -> None:
@@ -555,7 +586,7 @@ def test_measured_costs_are_known_to_the_scheduler(tmp_path: Path) -> None:
     model = loaded(models.twin_a(), tmp_path, max_batch=2)
     scheduler = Scheduler(POLICIES["eager"](PolicyOptions()), slots=1, max_queue=8)
 
-    groups = seed_costs(model.warm_up, scheduler.group, model.rungs)
+    groups = seed_costs(model, lambda tails: scheduler.group(tails, model.rungs))
 
     key = model.shapes.fit(((1, 4),)).group.in_tails
     group = scheduler.group(key, model.rungs)

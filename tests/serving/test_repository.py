@@ -72,7 +72,7 @@ def test_a_repository_is_a_folder_of_models(tmp_path: Path) -> None:
         "latest/model.onnx",
         "²/model.onnx",
         "99999999999999999999/model.onnx",
-        "2/model.plan",
+        "2/model.engine",
         "2/other.onnx",
         "model.onnx",
     ],
@@ -149,10 +149,30 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
-    """A file that is no .onnx file is refused."""
-    path = file(tmp_path / "model.plan")
+    """A file that is neither ONNX nor a plan is refused."""
+    path = file(tmp_path / "model.engine")
 
-    assert refusal(path) == f"{path}: not an .onnx file, nor a folder of models"
+    text = f"{path}: not an .onnx or .plan file, nor a folder of models"
+    assert refusal(path) == text
+
+
+def test_a_plan_alone_is_a_model(tmp_path: Path) -> None:
+    """A .plan file is served under its stem."""
+    path = file(tmp_path / "bert.plan")
+
+    assert find_models([path]) == [ModelSource("bert", "1", None, None, path)]
+
+
+def test_a_version_may_hold_a_plan_and_its_onnx(tmp_path: Path) -> None:
+    """Both are found; which is used is for the engine to say."""
+    onnx = file(tmp_path / "m" / "1" / "model.onnx")
+    plan = file(tmp_path / "m" / "1" / "model.plan")
+    only = file(tmp_path / "p" / "3" / "model.plan")
+
+    assert find_models([tmp_path]) == [
+        ModelSource("m", "1", onnx, None, plan),
+        ModelSource("p", "3", None, None, only),
+    ]
 
 
 def test_an_empty_repository_says_what_is_expected(tmp_path: Path) -> None:

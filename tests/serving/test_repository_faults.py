@@ -54,8 +54,8 @@ PIPE = "should be a file, is a pipe, socket or device"
             FOLDER,
         ),
         (pipe, "bad/1/model.onnx", "bad/1/model.onnx", PIPE),
-        (folder, "bad/1", "bad/1", "no model.onnx in it; put the model's file there"),
-        (file, "bad/1/resnet.onnx", "bad/1", "no model.onnx in it"),
+        (folder, "bad/1", "bad/1", "no model.onnx or model.plan in it; put the"),
+        (file, "bad/1/resnet.onnx", "bad/1", "no model.onnx or model.plan in it"),
         (file, "bad/1", "bad/1", "should be a version's folder"),
         (dangling, "bad/1", "bad/1", LINK),
         (file, "bad/model.onnx", "bad/model.onnx", "move it to"),
@@ -70,7 +70,7 @@ PIPE = "should be a file, is a pipe, socket or device"
         (folder, "model.toml", "model.toml", "beside the models"),
         (file, "good/config.pbtxt", "good/config.pbtxt", "not read"),
         (file, "good/Model.toml", "good/Model.toml", "not read"),
-        (folder, "good/2", "good/2", "no model.onnx in it"),
+        (folder, "good/2", "good/2", "no model.onnx or model.plan in it"),
         (dangling, "good/2/model.onnx", "good/2/model.onnx", LINK),
     ],
 )
@@ -166,8 +166,8 @@ def test_where_nothing_is_served_the_reason_is_said_once(
     with pytest.raises(ConfigError, match="no models; expected <model>/<version>"):
         find_models([Path(os.path.normpath(tmp_path / "m" / given))])
     assert warnings(caplog) == [
-        f"{tmp_path}/m/1: no model.onnx in it; put the model's file there under that "
-        "name, or remove the folder"
+        f"{tmp_path}/m/1: no model.onnx or model.plan in it; put the model's file "
+        "there under that name, or remove the folder"
     ]
 
 

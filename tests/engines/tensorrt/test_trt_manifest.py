@@ -25,7 +25,6 @@ ONLY_RTX: Final = {
     "IRuntimeCache.serialize",
     "IRuntimeConfig.create_runtime_cache",
     "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
-    "IRuntimeConfig.get_runtime_cache",
     "IRuntimeConfig.set_runtime_cache",
 }
 """What the data-centre flavour has not: the code asks for the flavour, or for the name,

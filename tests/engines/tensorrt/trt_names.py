@@ -50,7 +50,7 @@ DYNAMIC: Final = (
     "HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY",
     "ComputeCapability.CURRENT",
     "IBuilderConfig.num_compute_capabilities",
-    "IRuntimeConfig.get_runtime_cache",
+    "IExecutionContext.is_stream_capturable",
 )
 """Names that the code makes from strings."""
 

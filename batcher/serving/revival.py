@@ -1,0 +1,109 @@
+"""Brings models back whose engine's process has ended.
+
+A model comes back from its plan and its kernels, warm, and with its books. One that
+ends again soon is started again after a longer and longer pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from batcher.errors import BatcherError
+from batcher.serving.loader import LoadedModel, load
+from batcher.serving.model import Model
+from batcher.serving.opening import Host
+from batcher.serving.readying import close_all
+from batcher.serving.repository import ModelSource
+from engines import EngineError
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.25
+_LONGEST_PAUSE_S: Final = 30.0
+_CALM_S: Final = 60.0
+"""A model that has lived for so long is started again after the first pause."""
+
+
+class Revival:
+    """Loads lost models again. For the event loop's thread.
+
+    Args:
+        host, overrides: as for `load`.
+        revived: called with the model that was lost and what was loaded in its place.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        overrides: Mapping[str, Any],
+        revived: Callable[[Model, LoadedModel], None],
+    ) -> None:
+        self._host = host
+        self._overrides = overrides
+        self._revived = revived
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pauses: dict[str, tuple[float, float]] = {}  # name to (last loss, pause)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="revival")
+
+    def begin(self, model: Model, source: ModelSource, text: str) -> None:
+        """Takes up a model that was lost; `text` says how."""
+        name = source.name
+        if name in self._tasks:
+            return
+        now = time.monotonic()
+        last, pause = self._pauses.get(name, (now, 0.0))
+        pause = min(max(2 * pause, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        if now - last > _CALM_S:
+            pause = _FIRST_PAUSE_S
+        self._pauses[name] = (now, pause)
+        log.error("model %r is lost (%s); starting it again", name, text)
+        revival = self._revive(model, source, pause)
+        task = self._tasks[name] = asyncio.get_running_loop().create_task(revival)
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
+
+    async def stop(self) -> None:
+        """Gives up what is not back yet; a load under way is waited for."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._thread.shutdown()
+
+    async def _revive(self, model: Model, source: ModelSource, pause: float) -> None:
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        await loop.run_in_executor(self._thread, close_all, model.slots, model.engines)
+        while True:
+            await asyncio.sleep(pause)
+            loading = loop.run_in_executor(
+                self._thread, load, source, self._overrides, self._host
+            )
+            try:
+                loaded = await asyncio.shield(loading)
+            except asyncio.CancelledError:
+                loading.add_done_callback(_close_unused)
+                raise
+            except (BatcherError, EngineError) as error:
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                log.error(
+                    "model %r cannot be started again, next try in %.1f s: %s",
+                    source.name,
+                    pause,
+                    error,
+                )
+            else:
+                self._revived(model, loaded)
+                seconds = time.monotonic() - began
+                log.warning("model %r is back after %.1f s", source.name, seconds)
+                return
+
+
+def _close_unused(loading: asyncio.Future[LoadedModel]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loaded = loading.result()
+        close_all(loaded.slots, loaded.engines)

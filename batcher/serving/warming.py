@@ -1,0 +1,130 @@
+"""Warms, while a model is served, the cells that it can do without at first."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from batcher.serving.loader import LoadedModel
+from batcher.serving.readying import Tails
+from engines import (
+    Cell,
+    EngineDeadError,
+    EngineError,
+    ExecutionContext,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Warming:
+    """A thread that warms one cell after the other, on every slot.
+
+    The first run of a cell takes up to seconds, in which kernels are made for it. That
+    happens on a context of its own, so that no slot is kept from its batches; what is
+    left to do on a slot takes milliseconds, between two runs.
+
+    Args:
+        loaded: the model, with what is cold, the most useful first.
+        on_warm: told of each cell that all slots can run, on this thread.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        on_warm: Callable[[Tails, int], None],
+    ) -> None:
+        self._name = name = loaded.signature.name
+        self._engines = loaded.engines
+        self._slots = loaded.slots
+        self._shapes = loaded.shapes
+        self._cold = loaded.cold
+        self._on_warm = on_warm
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"warming {name}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it after the cell under way; must come before the slots are closed."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        scouts = self._scouts()
+        warm = 0
+        try:
+            for tails, rung in self._cold:
+                if self._stop.is_set():
+                    return
+                cell = self._shapes.group(tails).cell(rung)
+                error = self._warmed(scouts, cell)
+                if isinstance(error, EngineDeadError):
+                    return
+                if error is None:
+                    warm += 1
+                    self._on_warm(tails, rung)
+                else:
+                    log.warning(
+                        "model %r: batches of %d rows of %s are not used: %s",
+                        self._name,
+                        rung,
+                        [list(tail) for tail in tails],
+                        error,
+                    )
+            log.info(
+                "model %r: all %d further batch sizes are warm after %.1f s",
+                self._name,
+                warm,
+                time.monotonic() - started,
+            )
+        except Exception:  # a fault here must not go unseen, nor end the model
+            log.exception("model %r: warming has ended early", self._name)
+        finally:
+            for scout in scouts:
+                scout.close()
+            with contextlib.suppress(EngineError):  # it has said so elsewhere
+                for engine in self._engines:
+                    engine.save_warm()
+
+    def _scouts(self) -> list[ExecutionContext]:
+        """One context per engine; none where the memory is short."""
+        scouts = []
+        for engine in self._engines:
+            try:
+                scouts.append(engine.create_context())
+            except (EngineError, MemoryError) as error:
+                log.info("model %r: warming on the slots alone: %s", self._name, error)
+        return scouts
+
+    def _warmed(
+        self, scouts: Sequence[ExecutionContext], cell: Cell
+    ) -> EngineError | None:
+        """Why a cell could not be warmed everywhere, or None."""
+        try:
+            for scout in scouts:
+                scout.enter_thread()
+                scout.warm(cell.inputs)
+        except EngineError as error:
+            return error
+        errors: list[EngineError | None] = []
+        done = threading.Semaphore(0)
+
+        def then(error: EngineError | None) -> None:
+            errors.append(error)
+            done.release()
+
+        for slot in self._slots:
+            slot.warm(cell, then)
+        for _ in self._slots:
+            done.acquire()
+        return next((error for error in errors if error is not None), None)
