@@ -40,6 +40,7 @@ _KNOBS: Final = {
     "--max-queue": "batching.max_queue",
     "--timeout-ms": "batching.timeout_ms",
     "--slots": "slots.count",
+    "--isolation": "slots.isolation",
     "--precision": "tensorrt.precision",
 }
 """Flags that win over every model's file, and the keys that they set there."""
@@ -178,6 +179,15 @@ def serve(
             "2]",
         ),
     ] = None,
+    isolation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|thread|process",
+            envvar="BATCHER_ISOLATION",
+            help="Where engines live: in the daemon, or in a process of their own per "
+            "device, which is started again when it ends. [default: auto]",
+        ),
+    ] = None,
     socket_mode: Annotated[
         str | None,
         typer.Option(
@@ -200,6 +210,15 @@ def serve(
             metavar="MIB",
             envvar="BATCHER_MAX_IN_FLIGHT_MB",
             help="Most bytes of requests in the daemon. [default: a quarter of memory]",
+        ),
+    ] = None,
+    io_threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            envvar="BATCHER_IO_THREADS",
+            help="Threads of the native transport, per address. [default: one per "
+            "four cores, at most 4]",
         ),
     ] = None,
     plan_cache: Annotated[
@@ -273,6 +292,7 @@ def serve(
         transport=transport,
         max_message_mb=max_message_mb,
         max_in_flight_mb=max_in_flight_mb,
+        io_threads=io_threads,
         plan_cache=plan_cache,
         plan_cache_mb=plan_cache_mb,
         plugin_folder=tuple(plugin_folder) if plugin_folder else None,
@@ -292,7 +312,7 @@ def serve(
         max_batch=max_batch,
         batch_axis=batch_axis,
         batching=batching or None,
-        slots=None if slots is None else {"count": slots},
+        slots=_given(count=slots, isolation=isolation) or None,
         tensorrt=None if precision is None else {"precision": precision},
     )
     # What gRPC's core would print on stderr is said by our own errors, in one line.

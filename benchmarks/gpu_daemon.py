@@ -23,6 +23,7 @@ from benchmarks import procs
 from benchmarks.servers import REPOSITORY_DIR
 
 _STOP_TIMEOUT_S: Final = 10.0
+_WARM_TIMEOUT_S: Final = 20.0
 _KEPT_LINES: Final = 2000
 
 
@@ -143,6 +144,7 @@ def serving(model: Path, options: Options, folder: Path) -> Iterator[Daemon]:
         ready = next((at for at, line in log if _is_ready(line)), None)
         if ready is None:
             raise DaemonError(_failure(process, "is not ready", log))
+        _wait_warm(options, log)
         yield Daemon(model.name, address, process.pid, ready, log)
     except Exception as error:
         # What is told of a daemon that is gone says less than its own last words.
@@ -156,6 +158,15 @@ def serving(model: Path, options: Options, folder: Path) -> Iterator[Daemon]:
 
 def _is_ready(line: str) -> bool:
     return line.startswith("batcher ") and " ready in " in line
+
+
+def _wait_warm(options: Options, log: Sequence[tuple[float, str]]) -> None:
+    """Waits until what is warmed while the model is served is warm, too."""
+    until = time.monotonic() + _WARM_TIMEOUT_S
+    while options.engine == "tensorrt" and time.monotonic() < until:
+        if any("are warm after" in line for _, line in log):
+            return
+        time.sleep(0.05)
 
 
 def _failure(

@@ -15,7 +15,7 @@ import numpy as np
 
 from engines.base import Array, Engine, ExecutionContext
 from engines.errors import EngineLoadError, EngineRunError
-from engines.tensors import TensorSpec
+from engines.tensors import Shape, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,10 @@ class FakeOptions:
 
     fail_value: float | None = None
     """When set, a run whose first input holds this value fails: a poison request."""
+
+    cold_ms: float = 0.0
+    """When above 0, as on TensorRT only shapes that were warmed can be run, and to warm
+    one takes so many milliseconds (once for all contexts)."""
 
 
 class FakeEngine(Engine):
@@ -68,6 +72,8 @@ class FakeEngine(Engine):
                     f"input {source.name!r}, which is {source.dtype}"
                 )
         self.options = options
+        self.warmed_cells_only = options.cold_ms > 0
+        self.made: set[tuple[Shape, ...]] = set()  # what any context has warmed
         self.inputs = options.inputs
         self.outputs = options.outputs
 
@@ -84,12 +90,23 @@ class FakeContext(ExecutionContext):
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
+        self._warm: set[tuple[Shape, ...]] = set()
+
+    def warm(self, shapes: Sequence[Shape]) -> None:
+        key = tuple(map(tuple, shapes))
+        if key not in self._engine.made:
+            time.sleep(self._engine.options.cold_ms / 1e3)
+            self._engine.made.add(key)
+        self._warm.add(key)
 
     def execute(
         self, inputs: Sequence[Array], outputs: Sequence[Array | None]
     ) -> list[Array]:
         engine = self._engine
         options = engine.options
+        shapes = tuple([array.shape for array in inputs])
+        if engine.warmed_cells_only and shapes not in self._warm:
+            raise EngineRunError(f"the shapes {list(shapes)} are not warm")
         if options.fail_value is not None and np.any(inputs[0] == options.fail_value):
             raise EngineRunError(f"the value {options.fail_value} cannot be run")
         if options.sleep:

@@ -9,7 +9,6 @@ interface takes and gives them as `str`.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,7 @@ import numpy as np
 import onnxruntime as ort
 
 from engines.base import Array, Engine, ExecutionContext
+from engines.cores import usable_cores
 from engines.errors import EngineLoadError, EngineRunError
 from engines.tensors import Axis, TensorSpec
 
@@ -41,14 +41,6 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
 _NUMBER: Final = dict(_TYPES.values())
 
 
-def usable_cores() -> int:
-    """The processor cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
 class OnnxRuntimeEngine(Engine):
     """An ONNX model on the CPU.
 
@@ -56,6 +48,7 @@ class OnnxRuntimeEngine(Engine):
         path: the `.onnx` file; external weight files lie beside it.
         contexts: how many runs will be made at the same time; each gets its share of
             the cores, so that they do not fight.
+        spared: cores that are left to others.
 
     Raises:
         EngineLoadError: the file is missing or damaged, or has an input or output that
@@ -64,12 +57,13 @@ class OnnxRuntimeEngine(Engine):
 
     backend = "onnxruntime"
 
-    def __init__(self, path: Path | str, *, contexts: int = 1) -> None:
+    def __init__(self, path: Path | str, *, contexts: int = 1, spared: int = 0) -> None:
         path = Path(path)
         if not path.is_file():
             raise EngineLoadError(f"{path}: no such file")
         options = ort.SessionOptions()
-        options.intra_op_num_threads = max(1, usable_cores() // max(1, contexts))
+        cores = usable_cores() - spared
+        options.intra_op_num_threads = max(1, cores // max(1, contexts))
         options.inter_op_num_threads = 1
         # Spinning threads would take the cores that the event loop needs.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

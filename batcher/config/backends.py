@@ -46,6 +46,10 @@ class FakeConfig:
     fail_value: StrictFloat | None = None
     """When set, a run whose first input holds this value fails."""
 
+    cold_ms: StrictFloat = 0.0
+    """When above 0, batches are of warmed sizes only, as on TensorRT, and to warm one
+    takes so many milliseconds."""
+
     inputs: tuple[FakeTensorConfig, ...] = ()
     """The inputs."""
 
@@ -54,6 +58,7 @@ class FakeConfig:
 
     def __post_init__(self) -> None:
         between("fake.base_ms", self.base_ms, 0, DAY_MS)
+        between("fake.cold_ms", self.cold_ms, 0, DAY_MS)
         between("fake.per_row_us", self.per_row_us, 0, HOUR_US)
 
 

@@ -28,6 +28,7 @@ from batcher.errors import ConfigError
 from batcher.scheduling import POLICIES
 
 EngineName = Literal["auto", "onnxruntime", "tensorrt", "fake"]
+IsolationName = Literal["auto", "thread", "process"]
 TransportName = Literal["auto", "native", "grpcio"]
 
 
@@ -96,7 +97,7 @@ class SlotsConfig:
     devices: tuple[StrictInt, ...] = ()
     """Which GPUs the model is on, by index. Default: all that are visible."""
 
-    isolation: Literal["auto", "thread", "process"] = "auto"
+    isolation: IsolationName = "auto"
     """Where the engine lives: in the daemon, or in a process of its own per device,
     which is started again when it ends. `auto` is `thread`."""
 
@@ -256,6 +257,10 @@ class ServerConfig:
     """Who speaks gRPC: `native` is fast and for trusted networks, `grpcio` does what it
     cannot; `auto` takes native on loopback and Unix sockets, grpcio elsewhere."""
 
+    io_threads: StrictInt = 0
+    """Threads of the native transport that read and write, per address; 0 for one per
+    four cores, at most 4."""
+
     socket_mode: StrictInt = 0o660
     """Permission bits of Unix sockets."""
 
@@ -297,6 +302,7 @@ class ServerConfig:
         # gRPC's lengths are signed 32-bit.
         between("max_message_mb", self.max_message_mb, 1, 2047)
         between("max_in_flight_mb", self.max_in_flight_mb, 0, MAX_INT32)
+        between("io_threads", self.io_threads, 0, 64)
         between("plan_cache_mb", self.plan_cache_mb, 0, MAX_INT32)
         between("drain_timeout_s", self.drain_timeout_s, 0, DAY_MS // 1000)
         if not 0 <= self.socket_mode <= 0o777:

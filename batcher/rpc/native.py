@@ -49,6 +49,7 @@ class NativeTransport:
         max_message_bytes: int,
         socket_mode: int = 0o660,
         fallback: str | None = None,
+        io_threads: int = 1,
     ) -> None:
         self._address = address
         self._handler = handler
@@ -58,6 +59,7 @@ class NativeTransport:
         self._max_message_bytes = max_message_bytes
         self._socket_mode = socket_mode
         self._fallback = fallback
+        self._io_threads = io_threads
         self._guard: SocketGuard | None = None
         self._front: NativeGrpcFront | None = None
         self._thread: threading.Thread | None = None
@@ -81,7 +83,7 @@ class NativeTransport:
             front = NativeGrpcFront(
                 target,
                 [(name, False) for name in self._methods],
-                io_threads=1,
+                io_threads=self._io_threads,
                 call_details=True,
             )
             if self._fallback is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -103,14 +105,18 @@ def _checked(
     _check_wanted(where, config, obstacle)
     batched = obstacle is None
     disproved = False
+    clock = [time.monotonic()]
     while True:
         rungs = _rungs(where, config, batched, model)
         opened[:] = model.open(rungs if batched else ())
         engine = opened[0]
+        clock[1:] = [time.monotonic()]
         try:
             shapes = ModelShapes(engine.inputs, engine.outputs, batched, config.axes)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+        if engine.warmed_cells_only:
+            _check_bounded(where, shapes)
         context = engine.create_context()
         try:
             warmed = warm_up(engine, context, shapes, rungs)
@@ -168,6 +174,7 @@ def _checked(
         else 1,
         utf8_strings=opened[0].backend == "onnxruntime",
     )
+    clock += [time.monotonic()]
     ready = make_ready(
         f"{source.name}/{source.version}",
         opened,
@@ -176,6 +183,12 @@ def _checked(
         rungs,
         warmed,
         per_engine=model.slots,
+    )
+    clock += [time.monotonic()]
+    log.debug(
+        "model %r: opened in %.2f s, first runs in %.2f s, slots in %.2f s",
+        source.name,
+        *(b - a for a, b in itertools.pairwise(clock)),
     )
     return LoadedModel(
         signature,
@@ -230,6 +243,26 @@ def batch_obstacle(
         if batch is not None and batch in spec.shape[1:]:
             return f"output {spec.name!r} has the batch on another axis too"
     return None
+
+
+def _check_bounded(where: str, shapes: ModelShapes) -> None:
+    """Refuses an axis of which any size may come, where all sizes must be known."""
+    governed = {place for rule in shapes.rules for place in rule.places}
+    first = 1 if shapes.batched else 0
+    for position, spec in enumerate(shapes.inputs):
+        for axis, size in enumerate(spec.shape):
+            if axis >= first and not isinstance(size, int):
+                if (position, axis) in governed:
+                    continue
+                called = f" ({size!r})" if size else ""
+                table = size if size and size.isidentifier() else "NAME"
+                raise ConfigError(
+                    f"{where}: axis {axis}{called} of input {spec.name!r} may have any "
+                    "size, and only sizes that were warmed can be run; add to "
+                    f"model.toml: [axes.{table}] / buckets = [32, 64, 128] / "
+                    f"inputs = {{ {spec.name} = {axis} }} (`sizes` in place of "
+                    "`buckets` where padding is not allowed)"
+                )
 
 
 def _check_wanted(where: str, config: ModelConfig, obstacle: str | None) -> None:

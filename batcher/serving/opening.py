@@ -142,10 +142,10 @@ class _Ready:
     max_rows = 0
     least_rows = 1
     rungs: tuple[int, ...] = ()
-    every_size = True
 
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
         self._engine = engine
+        self.every_size = not engine.warmed_cells_only
         self.inputs = engine.inputs
         self.outputs = engine.outputs
         self.slots = config.slots.count or 1
@@ -352,6 +352,7 @@ def _fake_options(config: ModelConfig) -> FakeOptions:
         per_row_us=fake.per_row_us,
         sleep=fake.sleep,
         fail_value=fake.fail_value,
+        cold_ms=fake.cold_ms,
     )
 
 

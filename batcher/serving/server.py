@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from batcher.serving.directory import ModelDirectory
 from batcher.serving.driver import Driver
 from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
+from batcher.serving.machine import default_io_threads, memory_bytes
 from batcher.serving.metrics import collect, exposition
 from batcher.serving.model import Model
 from batcher.serving.opening import Host
@@ -85,7 +85,7 @@ class Server:
         self._directory = ModelDirectory()
         self._service = Service(self._directory, self._status, __version__)
         self._watchers = HealthWatchers()
-        limit = config.max_in_flight_mb << 20 or _memory_bytes() // 4
+        limit = config.max_in_flight_mb << 20 or memory_bytes() // 4
         self._budget = Budget(limit)
         if limit < config.max_message_mb << 20:
             log.warning(
@@ -171,6 +171,7 @@ class Server:
                     max_message_bytes=limit,
                     socket_mode=config.socket_mode,
                     fallback=fallback,
+                    io_threads=config.io_threads or default_io_threads(),
                 )
             )
         self._driver.serve(self._transports)
@@ -287,7 +288,7 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop is closed: it is the end
                 self._loop.call_soon_threadsafe(model.use_rung, tails, rung)
 
-        warming = Warming(loaded, use)
+        warming = Warming(loaded, use, lambda: model.idle)
         self._warming.append(warming)
         warming.start()
 
@@ -387,14 +388,6 @@ def _described(model: Model) -> str:
         parts.append(f"{rule.name} {kind} {','.join(map(str, rule.buckets))}")
     signature = model.signature
     return f"{signature.name}/{signature.version} ({', '.join(parts)})"
-
-
-def _memory_bytes() -> int:
-    """Memory of this machine, or of the control group that limits the process."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
 
 
 __all__ = ["ModelSource", "Server", "serve"]

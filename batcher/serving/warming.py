@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from batcher.serving.loader import LoadedModel
 from batcher.serving.readying import Tails
@@ -19,6 +20,8 @@ from engines import (
 
 log = logging.getLogger(__name__)
 
+_LOOK_S: Final = 0.002  # between looks whether the model is idle
+
 
 class Warming:
     """A thread that warms one cell after the other, on every slot.
@@ -30,12 +33,14 @@ class Warming:
     Args:
         loaded: the model, with what is cold, the most useful first.
         on_warm: told of each cell that all slots can run, on this thread.
+        idle: whether nobody is waiting for the model; asked on this thread.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         on_warm: Callable[[Tails, int], None],
+        idle: Callable[[], bool],
     ) -> None:
         self._name = name = loaded.signature.name
         self._engines = loaded.engines
@@ -43,6 +48,7 @@ class Warming:
         self._shapes = loaded.shapes
         self._cold = loaded.cold
         self._on_warm = on_warm
+        self._idle = idle
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"warming {name}", daemon=True
@@ -67,7 +73,9 @@ class Warming:
                 if self._stop.is_set():
                     return
                 cell = self._shapes.group(tails).cell(rung)
+                begun = time.monotonic()
                 error = self._warmed(scouts, cell)
+                self._give_way(time.monotonic() - begun)
                 if isinstance(error, EngineDeadError):
                     return
                 if error is None:
@@ -95,6 +103,13 @@ class Warming:
             with contextlib.suppress(EngineError):  # it has said so elsewhere
                 for engine in self._engines:
                     engine.save_warm()
+
+    def _give_way(self, taken_s: float) -> None:
+        """Waits for a gap, but not for ever: a fifth of the time is warming's."""
+        until = time.monotonic() + 4 * taken_s
+        while time.monotonic() < until and not self._idle():
+            if self._stop.wait(_LOOK_S):
+                return
 
     def _scouts(self) -> list[ExecutionContext]:
         """One context per engine; none where the memory is short."""

@@ -84,6 +84,8 @@ def warm_up(
     if result.costs and result.obstacle is None:
         if shapes.batched and rungs[-1] > 1:
             rows = _compared_rows(engine, rungs)
+            if engine.warmed_cells_only:
+                _warm(context, shapes, cells[0], rows)
             _compare_rows(context, shapes, cells[0], rows, result)
         _compare_padding(context, engine, shapes, rungs[0], result)
     return result

@@ -151,6 +151,16 @@ class Route:
         ]
         self.whole: cuda.Graph | None = None
 
+    def copy_in(self, stream: cuda.Stream) -> None:
+        """Queues the copies of the inputs to the device."""
+        for target, source, size in self.into:
+            cuda.copy_to_device(target, source, size, stream)
+
+    def copy_out(self, stream: cuda.Stream) -> None:
+        """Queues the copies of the outputs from the device."""
+        for target, source, size in self.back:
+            cuda.copy_to_host(target, source, size, stream)
+
 
 class Course:
     """The runs under way on a lane, counted by the thread that launches them and by

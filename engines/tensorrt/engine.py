@@ -98,6 +98,7 @@ class TensorRTEngine(Engine):
         self._graph_bytes_left = graph_bytes
         self._graph_bytes = 0
         self._graph_lock = threading.Lock()
+        self._making = threading.Lock()
         self._runtime = found.trt.Runtime(logger(found))
         with collected_errors() as said:
             self._engine = self._runtime.deserialize_cuda_engine(plan)
@@ -198,7 +199,8 @@ class TensorRTEngine(Engine):
     def new_context(self) -> Any:
         """An execution context whose activation memory is the caller's to give."""
         trt = self.trt
-        with collected_errors() as said:
+        # Contexts may run at the same time, but not be made at the same time.
+        with self._making, collected_errors() as said:
             if self._runtime_config is not None:
                 context = self._engine.create_execution_context(self._runtime_config)
             else:

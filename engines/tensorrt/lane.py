@@ -131,8 +131,7 @@ class Lane(PipelinedContext):
         out = compute if cell.along else self._out
         if into is not compute:
             into.wait_for(buffers.ended)
-        for target, source, size in route.into:
-            cuda.copy_to_device(target, source, size, into)
+        route.copy_in(into)
         if into is not compute:
             buffers.arrived.record(into)
             compute.wait_for(buffers.arrived)
@@ -142,8 +141,7 @@ class Lane(PipelinedContext):
         if out is not compute:
             out.wait_for(buffers.ended)
             buffers.apart = True
-        for target, source, size in route.back:
-            cuda.copy_to_host(target, source, size, out)
+        route.copy_out(out)
         return out
 
     def expect(self, inputs: Sequence[Array], outputs: Sequence[Array | None]) -> None:
@@ -234,12 +232,13 @@ class Lane(PipelinedContext):
         """Makes one graph of the copies and the network: one call instead of ten."""
         self._settle()
         try:
+            # A change of shapes waits for the device, which cannot be captured.
+            self._enqueue_plain(route.cell, route.index)
+            self._compute.synchronize()
             with cuda.capture(self._compute) as captured:
-                for target, source, size in route.into:
-                    cuda.copy_to_device(target, source, size, self._compute)
+                route.copy_in(self._compute)
                 self._enqueue_plain(route.cell, route.index)
-                for target, source, size in route.back:
-                    cuda.copy_to_host(target, source, size, self._compute)
+                route.copy_out(self._compute)
             route.whole = captured[0]
         except EngineRunError as error:
             log.warning("shapes %s are copied one by one: %s", route.cell.shapes, error)

@@ -32,6 +32,8 @@ CHECKED: Final = "check"
 
 Outputs = Mapping[str, Array]  # inputs too: arrays by the names of tensors
 
+_SPARED: Final = 2  # cores, for the build and what TensorRT does when it loads a plan
+
 _AHEAD_BYTES: Final = 512 << 20
 """Samples and answers that may wait for the plan to be there."""
 
@@ -176,7 +178,7 @@ class References:
         whole = replace(options, precision=None)
         with tempfile.TemporaryDirectory(prefix="batcher-check-") as folder:
             path = changed_model(self._file, whole, Path(folder))
-            model = OnnxRuntimeEngine(path)
+            model = OnnxRuntimeEngine(path, spared=_SPARED)
             samples: Iterable[Outputs]
             if options.samples is not None:
                 given = load_samples(options.samples, model.inputs)

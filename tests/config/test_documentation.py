@@ -40,6 +40,7 @@ FLAGS_OF_MODELS: dict[str, tuple[type[Any], str]] = {
     "timeout_ms": (BatchingConfig, "timeout_ms"),
     "batch_axis": (ModelConfig, "batch_axis"),
     "slots": (SlotsConfig, "count"),
+    "isolation": (SlotsConfig, "isolation"),
     "precision": (TensorRTConfig, "precision"),
 }
 """Knobs of models that are flags too."""
@@ -163,6 +164,7 @@ def test_the_defaults_in_the_help_are_those_of_the_schema() -> None:
     expected["socket_mode"] = f"0{ServerConfig().socket_mode:o}"
     expected["max_batch"] = "64"  # 0 stands for it
     expected["slots"] = "1, on a GPU 2"  # so does this 0
+    expected["io_threads"] = "one per four cores, at most 4"
     expected["plan_cache"] = "batcher/plans in the user's cache folder"
     del expected["plugin_folder"]  # none
     expected["max_in_flight_mb"] = "a quarter of memory"  # so does this 0
@@ -179,6 +181,7 @@ def test_the_defaults_in_the_help_are_those_of_the_schema() -> None:
         ("log_format", ("text", "json")),
         ("log_level", ("debug", "info", "warning", "error")),
         ("policy", tuple(POLICIES)),
+        ("isolation", typing.get_args(schema.IsolationName)),
         ("precision", typing.get_args(backends.PrecisionName)),
     ],
 )

@@ -154,6 +154,23 @@ def test_graphs_change_nothing(opened: Open) -> None:
         lane.close()
 
 
+def test_small_batches_are_one_graph(seq: TensorRTEngine) -> None:
+    """Copies and network are captured together for every staging, whatever was run on
+    the context before."""
+    slot = Slot(seq, "lane")
+    cells = seq_cells(seq)
+    for _ in range(2):
+        for cell in cells.values():
+            slot._context.warm(cell.inputs)
+    for cell in cells.values():
+        slot.reserve(cell)
+
+    lane: Any = slot._context
+    assert len(lane._routes) == 3 * len(cells)
+    assert all(route.whole is not None for route in lane._routes.values())
+    slot.close()
+
+
 def test_a_spent_graph_budget_leaves_plain_runs(opened: Open) -> None:
     """Cells beyond the budget run without graphs, and right."""
     engine = opened(models.seq(), axes={"S": LENGTHS}, graph_bytes=0)
