@@ -28,7 +28,7 @@ unit: $(VENV)/.dev  ## The test suite, against the installed package
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
 
 test-gpu: $(VENV)/.dev  ## The tests that need a GPU (and fail without one)
-	BATCHER_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu
+	BATCHER_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu tests/cli/test_build.py
 
 protos: $(VENV)/.dev  ## Write what is generated from protos/
 	$(BIN)/python protos/generate.py

@@ -168,16 +168,21 @@ class Slot:
         """Warms a cell between two runs; `then` is told on the slot's thread."""
         self._order(_Warm(cell, then))
 
-    def reserve(self, cell: Cell) -> None:
-        """Makes the buffers large enough for a cell, before there are runs.
+    def reserve(self, *cells: Cell) -> None:
+        """Makes the buffers large enough for cells, before there are runs.
+
+        All at once: a buffer that grows later undoes what is expected of those before.
 
         Raises:
             MemoryError, EngineError: there is not the memory.
         """
         for staging in self._stagings:
-            arrays = staging.arrays(cell)
+            for cell in cells:
+                staging.arrays(cell)
             if self._pipelined is not None:
-                self._pipelined.expect(arrays.inputs, arrays.outputs)
+                for cell in cells:
+                    arrays = staging.arrays(cell)
+                    self._pipelined.expect(arrays.inputs, arrays.outputs)
 
     def completions(self) -> Sequence[Completion]:
         """What has ended since the last call, in order."""

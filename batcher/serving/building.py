@@ -24,9 +24,10 @@ from engines.tensorrt.module import TensorRT, find
 
 if TYPE_CHECKING:  # what reads ONNX is imported when there is a model to read
     from batcher.config import ModelConfig
+    from engines.report import Report
     from engines.tensorrt.checks import Comparison
     from engines.tensorrt.plans import Sidecar
-    from engines.tensorrt.verify import MadePlan, PlanOptions, Report
+    from engines.tensorrt.verify import MadePlan, PlanOptions
 
 log = logging.getLogger(__name__)
 
@@ -156,10 +157,11 @@ def build_plan(
         EngineError: it cannot be built, or not run.
         OSError: the plan cannot be written.
     """
+    from engines.report import unheard
     from engines.tensorrt.cache import PlanCache
     from engines.tensorrt.plans import write_plan
     from engines.tensorrt.prepare import make_plan
-    from engines.tensorrt.verify import CHECKED, unheard
+    from engines.tensorrt.verify import CHECKED
 
     told = report or unheard
     tensorrt = find(options.build.flavour)

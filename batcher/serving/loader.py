@@ -14,12 +14,14 @@ from batcher.errors import ConfigError
 from batcher.rpc.signature import ModelSignature, TensorSignature
 from batcher.scheduling import Group
 from batcher.serving.opening import DEFAULT_MAX_BATCH, Host, Opener, opener
+from batcher.serving.progress import loading
 from batcher.serving.readying import Tails, make_ready, rung_ladder
 from batcher.serving.repository import ModelSource, check_name
 from batcher.serving.shapes import ModelShapes
 from batcher.serving.warmup import WarmUp, warm_up
 from engines import Engine, EngineLoadError, Slot, TensorSpec
 from engines.costs import CellCost
+from engines.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +77,22 @@ def load(
     check_name(source)
     config = load_model_config(source.config, overrides)
     where = str(source.config or source.place)
-    return _prepared(source, config, opener(source, config, host or Host()), where)
+    host = host or Host()
+    with loading(source.name, host.bar) as report:
+        model = opener(source, config, host)
+        return _prepared(source, config, model, where, report)
 
 
 def _prepared(
-    source: ModelSource, config: ModelConfig, model: Opener, where: str
+    source: ModelSource,
+    config: ModelConfig,
+    model: Opener,
+    where: str,
+    report: Report,
 ) -> LoadedModel:
     opened: list[Engine] = []
     try:
-        return _checked(source, config, model, where, opened)
+        return _checked(source, config, model, where, report, opened)
     except BaseException:
         for engine in opened:
             engine.close()
@@ -95,6 +104,7 @@ def _checked(
     config: ModelConfig,
     model: Opener,
     where: str,
+    report: Report,
     opened: list[Engine],
 ) -> LoadedModel:
     """Loads the model; `opened` is kept up to date with what must be closed."""
@@ -108,7 +118,7 @@ def _checked(
     clock = [time.monotonic()]
     while True:
         rungs = _rungs(where, config, batched, model)
-        opened[:] = model.open(rungs if batched else ())
+        opened[:] = model.open(rungs if batched else (), report)
         engine = opened[0]
         clock[1:] = [time.monotonic()]
         try:
@@ -119,7 +129,7 @@ def _checked(
             _check_bounded(where, shapes)
         context = engine.create_context()
         try:
-            warmed = warm_up(engine, context, shapes, rungs)
+            warmed = warm_up(engine, context, shapes, rungs, report)
         except MemoryError as error:
             raise ConfigError(
                 f"{where}: the memory does not hold a batch of {rungs[-1]} rows of the "
@@ -183,6 +193,7 @@ def _checked(
         rungs,
         warmed,
         per_engine=model.slots,
+        report=report,
     )
     clock += [time.monotonic()]
     log.debug(

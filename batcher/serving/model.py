@@ -113,11 +113,13 @@ class Model:
         """The batch sizes that may be run of rows with these shapes."""
         return self._warm.get(tails, self.rungs)
 
-    def use_rung(self, tails: Tails, rung: int) -> None:
-        """From now on batches of this size may be run: they have been warmed."""
+    def use_rung(self, tails: Tails, rung: int, run_ns: int) -> None:
+        """From now on batches of this size, which take so long, may be run."""
         rungs = tuple(sorted({*self._warm.get(tails, ()), rung}))
         self._warm[tails] = rungs
         self.scheduler.use_rungs(tails, rungs)
+        if run_ns:
+            self.scheduler.group(tails, rungs).cost.record(rung, run_ns)
 
     def submit(
         self,

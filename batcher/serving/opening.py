@@ -19,6 +19,7 @@ from batcher.errors import ConfigError
 from batcher.serving.plancache import default_plan_cache
 from batcher.serving.repository import ModelSource
 from engines import Engine, EngineLoadError, FakeEngine, FakeOptions, TensorSpec
+from engines.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Host:
         plan_cache: the folder of TensorRT plans; None for the default one.
         plan_cache_mb: how large it may grow, 0 for no limit.
         plugin_folders: where plugin libraries may lie.
+        bar: whether progress is shown as a bar on a terminal.
         on_lost: told, on any thread, of a model whose engine's process has ended: its
             name, and how.
     """
@@ -47,6 +49,7 @@ class Host:
     plan_cache_mb: int = 0
     plugin_folders: tuple[Path, ...] = ()
     on_lost: Callable[[str, str], None] | None = None
+    bar: bool = False
 
     @classmethod
     def of(cls, config: ServerConfig, on_lost: Callable[[str, str], None]) -> Host:
@@ -56,7 +59,12 @@ class Host:
             config.plan_cache_mb,
             tuple(Path(folder).expanduser() for folder in config.plugin_folder),
             on_lost,
+            bar=config.log_format == "text",
         )
+
+    def isolated(self, config: ModelConfig) -> bool:
+        """Whether the model's engines live in processes of their own."""
+        return config.slots.isolation == "process"
 
     def engine(self, recipe: Recipe, name: str, config: ModelConfig) -> Engine:
         """Makes an engine where the configuration wants it.
@@ -64,7 +72,7 @@ class Host:
         Raises:
             EngineLoadError: it cannot be made.
         """
-        if config.slots.isolation != "process":
+        if not self.isolated(config):
             return recipe()
         from engines.process import open_in_process
 
@@ -96,7 +104,7 @@ class Opener(Protocol):
     rungs: tuple[int, ...]
     every_size: bool
 
-    def open(self, rungs: tuple[int, ...]) -> list[Engine]:
+    def open(self, rungs: tuple[int, ...], report: Report) -> list[Engine]:
         """Engines for these batch sizes (empty: not batched), one per device.
 
         Raises:
@@ -152,7 +160,7 @@ class _Ready:
         if config.slots.devices:
             log.warning("slots.devices has no effect: the engine runs on the CPU")
 
-    def open(self, rungs: tuple[int, ...]) -> list[Engine]:
+    def open(self, rungs: tuple[int, ...], report: Report) -> list[Engine]:
         return [self._engine]
 
     def reopen(self, opened: list[Engine]) -> None:
@@ -231,7 +239,7 @@ class _Plan:
         self.max_rows = max((most for _, most in sizes), default=1)
         self.rungs = tuple(r for r in plan_rungs(plan) if r <= self.max_rows)
 
-    def open(self, rungs: tuple[int, ...]) -> list[Engine]:
+    def open(self, rungs: tuple[int, ...], report: Report) -> list[Engine]:
         return self._engines
 
     def reopen(self, opened: list[Engine]) -> None:
@@ -255,7 +263,7 @@ class _Onnx:
         self._config = config
         self._host = host
 
-    def open(self, rungs: tuple[int, ...]) -> list[Engine]:
+    def open(self, rungs: tuple[int, ...], report: Report) -> list[Engine]:
         from engines.tensorrt.prepare import prepare
 
         settings = self._config.tensorrt
@@ -274,6 +282,8 @@ class _Onnx:
                     graphs=settings.graphs,
                     graph_bytes=settings.graph_memory_mb << 20 or None,
                     max_bytes=host.plan_cache_mb << 20 or None,
+                    # Another process logs how far it is.
+                    report=None if host.isolated(self._config) else report,
                 )
                 opened.append(host.engine(recipe, self._name, self._config))
         except BaseException:

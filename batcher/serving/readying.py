@@ -19,6 +19,7 @@ from batcher.serving.shapes import ModelShapes
 from batcher.serving.warmup import WarmUp
 from engines import Cell, Engine, EngineError, ExecutionContext, Slot
 from engines.costs import CellCost, from_json, measure, to_json
+from engines.report import Report, unheard
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def make_ready(
     warmed: WarmUp,
     *,
     per_engine: int,
+    report: Report = unheard,
 ) -> Ready:
     """Makes the slots, and warms on each of them what the first has warm.
 
@@ -57,6 +59,7 @@ def make_ready(
         rungs: batch sizes worth running.
         warmed: what the warm-up has run.
         per_engine: slots on each engine.
+        report: told how far it is ("warming slots", "measuring").
 
     Raises:
         EngineLoadError, MemoryError: a device has not the memory.
@@ -72,9 +75,11 @@ def make_ready(
     try:
         for engine in engines:
             for _ in range(per_engine - (engine is engines[0])):
+                report("warming slots", len(contexts), len(names))
                 contexts.append(engine.create_context())
                 for cell in cells:
                     contexts[-1].warm(cell.inputs)
+        report("measuring", 0, 0)
         costs = _costs(engines[0], contexts[:per_engine], cells)
         for engine in engines:
             engine.save_warm()
@@ -111,12 +116,18 @@ def _costs(
         except (OSError, ValueError) as error:
             log.warning("%s is measured again: %s", path, error)
     costs = measure(engine, contexts, cells)
+    keep_costs(engine, costs)
+    return costs
+
+
+def keep_costs(engine: Engine, costs: Sequence[CellCost]) -> None:
+    """Writes run times where the next start, and the tuner, find them."""
+    path = engine.costs_path
     if path is not None:
         try:
             path.write_text(to_json(costs))
         except OSError as error:
             log.warning("run times are not kept: %s", error)
-    return costs
 
 
 def rung_ladder(least: int, most: int) -> tuple[int, ...]:

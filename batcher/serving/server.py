@@ -284,9 +284,9 @@ class Server:
         self._watchers.set_ready(self._directory.ready)
 
     def _warm_further(self, loaded: LoadedModel, model: Model) -> None:
-        def use(tails: Tails, rung: int) -> None:
+        def use(tails: Tails, rung: int, run_ns: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: it is the end
-                self._loop.call_soon_threadsafe(model.use_rung, tails, rung)
+                self._loop.call_soon_threadsafe(model.use_rung, tails, rung, run_ns)
 
         warming = Warming(loaded, use, lambda: model.idle)
         self._warming.append(warming)

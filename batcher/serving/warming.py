@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from batcher.serving.loader import LoadedModel
-from batcher.serving.readying import Tails
+from batcher.serving.readying import Tails, keep_costs
 from engines import (
     Cell,
     EngineDeadError,
     EngineError,
     ExecutionContext,
 )
+from engines.costs import measure
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +33,15 @@ class Warming:
 
     Args:
         loaded: the model, with what is cold, the most useful first.
-        on_warm: told of each cell that all slots can run, on this thread.
+        on_warm: told of each cell that all slots can run, and of the time that a run
+            takes (ns; 0 if it was not measured), on this thread.
         idle: whether nobody is waiting for the model; asked on this thread.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        on_warm: Callable[[Tails, int], None],
+        on_warm: Callable[[Tails, int, int], None],
         idle: Callable[[], bool],
     ) -> None:
         self._name = name = loaded.signature.name
@@ -49,6 +51,7 @@ class Warming:
         self._cold = loaded.cold
         self._on_warm = on_warm
         self._idle = idle
+        self._costs = list(loaded.costs)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"warming {name}", daemon=True
@@ -80,7 +83,7 @@ class Warming:
                     return
                 if error is None:
                     warm += 1
-                    self._on_warm(tails, rung)
+                    self._on_warm(tails, rung, self._measured(scouts, cell))
                 else:
                     log.warning(
                         "model %r: batches of %d rows of %s are not used: %s",
@@ -103,6 +106,13 @@ class Warming:
             with contextlib.suppress(EngineError):  # it has said so elsewhere
                 for engine in self._engines:
                     engine.save_warm()
+            keep_costs(self._engines[0], self._costs)
+
+    def _measured(self, scouts: Sequence[ExecutionContext], cell: Cell) -> int:
+        """How long a run takes, alone on the first device; 0 where nothing says so."""
+        costs = measure(self._engines[0], scouts[:1], [cell])
+        self._costs += costs
+        return costs[0].device_ns + costs[0].host_ns if costs else 0
 
     def _give_way(self, taken_s: float) -> None:
         """Waits for a gap, but not for ever: a fifth of the time is warming's."""

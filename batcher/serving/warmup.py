@@ -19,6 +19,7 @@ from batcher.errors import InvalidRequest
 from batcher.rpc.request import Shape
 from batcher.serving.shapes import ModelShapes, cut_size
 from engines import Engine, EngineError, ExecutionContext
+from engines.report import Report, unheard
 
 _NO_ROWS: Final = "its outputs do not have the batch's rows"
 
@@ -63,6 +64,7 @@ def warm_up(
     context: ExecutionContext,
     shapes: ModelShapes,
     rungs: Sequence[int],
+    report: Report = unheard,
 ) -> WarmUp:
     """Runs every bucket with its smallest and largest rung, and compares.
 
@@ -74,12 +76,14 @@ def warm_up(
         context: where it is run.
         shapes: the shape rules; they learn the shapes of outputs that the engine knows.
         rungs: batch sizes worth running.
+        report: told how far it is ("first runs").
     """
     result = WarmUp()
     cells = list(_cells(shapes))
     if not engine.warmed_cells_only:
         cells = cells[:_MAX_CELLS]
-    for sizes in cells:
+    for done, sizes in enumerate(cells):
+        report("first runs", done, len(cells))
         _warm_cell(context, engine, shapes, sizes, rungs, result)
     if result.costs and result.obstacle is None:
         if shapes.batched and rungs[-1] > 1:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Final
 
 from engines import cuda
 from engines.errors import EngineLoadError
+from engines.report import Logged, Report, unheard
 from engines.tensorrt import checks, onnxfile
 from engines.tensorrt.build import BuildStep, build
 from engines.tensorrt.cache import CachedPlan, PlanCache, check_user_plan, plan_key
@@ -31,18 +31,14 @@ from engines.tensorrt.verify import (
     MadePlan,
     PlanOptions,
     References,
-    Report,
     changed_model,
     compare_with_model,
-    unheard,
 )
 from engines.tensors import TensorSpec
 
 log = logging.getLogger(__name__)
 
 _TENSORS: Final = "tensors"  # of a sidecar's notes
-_QUIET_NS: Final = 2_000_000_000
-_EVERY_NS: Final = 5_000_000_000
 
 
 class PlanRefused(EngineLoadError):
@@ -318,30 +314,6 @@ def plan_rungs(path: Path) -> tuple[int, ...]:
     sidecar = read_sidecar(path)
     rungs = sidecar.notes.get("rungs", ()) if sidecar is not None else ()
     return tuple(r for r in rungs if isinstance(r, int))
-
-
-class Logged:
-    """Logs how far a build is, every few seconds.
-
-    Args:
-        name: of the model.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._phase = ""
-        self._due_ns = 0
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        now_ns = time.monotonic_ns()
-        if phase != self._phase:
-            self._phase = phase
-            self._due_ns = now_ns + _QUIET_NS
-            if phase == "waiting":
-                log.info("model %r: another process builds its plan", self._name)
-        elif now_ns >= self._due_ns:
-            self._due_ns = now_ns + _EVERY_NS
-            log.info("model %r: %s, %d of %d", self._name, phase, done, total)
 
 
 def _noted(cache: PlanCache, made: MadePlan, notes: dict[str, Any]) -> CachedPlan:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from engines.base import Array
+from engines.report import Report, unheard
 from engines.tensorrt import checks, onnxfile, uint8
 from engines.tensorrt.cache import CachedPlan, PlanKey
 from engines.tensorrt.engine import TensorRTEngine
@@ -36,13 +37,6 @@ _SPARED: Final = 2  # cores, for the build and what TensorRT does when it loads 
 
 _AHEAD_BYTES: Final = 512 << 20
 """Samples and answers that may wait for the plan to be there."""
-
-Report = Callable[[str, int, int], object]
-"""Told how far things are: ("building", steps done, steps in all); must be quick."""
-
-
-def unheard(phase: str, done: int, total: int) -> None:
-    """The report that nobody wants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ sys.path.insert(0, E2E)
 
 from e2e import repository  # noqa: E402
 from e2e.client import Client, result  # noqa: E402
-from e2e.daemon import Daemon, eventually  # noqa: E402
+from e2e.daemon import Daemon, eventually, run_batcher  # noqa: E402
+from e2e.test_isolation import engine_of  # noqa: E402
 
 SEQ = """
 engine = "tensorrt"
@@ -91,8 +94,6 @@ def test_a_bare_onnx_file_is_served_with_no_configuration(
 
 def test_a_built_plan_is_served_as_it_is(tmp_path: Path, plans: Path) -> None:
     """`batcher build`, then `batcher serve` of the plan; axes keep their names."""
-    from e2e.daemon import run_batcher
-
     folder = repository.write(tmp_path, "seq", models.seq(), SEQ)
     source = folder / "1" / "model.onnx"
     plan = folder / "1" / "model.plan"
@@ -106,3 +107,35 @@ def test_a_built_plan_is_served_as_it_is(tmp_path: Path, plans: Path) -> None:
             answer = client.infer("seq", ids=ids, mask=np.ones_like(ids))
             np.testing.assert_allclose(answer["y"], mean(ids), rtol=2e-2, atol=2e-3)
         daemon.stop()
+
+
+def test_a_killed_engine_comes_back_warm(folder: Path, plans: Path) -> None:
+    """kill -9 of the engine's process: UNAVAILABLE, then right answers again, from the
+    plan and the kernels that are there."""
+    with serve(folder, plans, "--isolation", "process") as daemon:
+        daemon.wait_ready(120)
+        with Client(daemon.grpc) as client:
+            ids = np.arange(12).reshape(1, 12)
+            mask = np.ones_like(ids)
+            client.infer("seq", ids=ids, mask=mask)
+            seen = len(daemon.lines)
+            os.kill(engine_of(daemon, "seq"), signal.SIGKILL)
+            daemon.wait_line("model 'seq' is back after", 60)
+            y = client.infer("seq", ids=ids, mask=mask)["y"]
+            np.testing.assert_allclose(y, mean(ids), rtol=2e-2, atol=2e-3)
+            assert not any("built in" in line for line in daemon.lines[seen:])
+        daemon.stop()
+
+
+def test_both_places_of_the_engine_give_the_same(folder: Path, plans: Path) -> None:
+    """Answers do not depend on whether the engine is a thread or a process."""
+    ids = np.random.default_rng(9).integers(0, 100, (8, 33))
+    answers = []
+    for place in ("thread", "process"):
+        with serve(folder, plans, "--isolation", place) as daemon:
+            daemon.wait_ready(120)
+            with Client(daemon.grpc) as client:
+                y = client.infer("seq", ids=ids, mask=np.ones_like(ids))["y"]
+                answers.append(y.tobytes())
+            daemon.stop()
+    assert answers[0] == answers[1]

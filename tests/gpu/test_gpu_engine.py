@@ -11,13 +11,22 @@ import models
 import numpy as np
 import pytest
 from conftest import LENGTHS, RUNGS, Open
+from onnx import TensorProto, helper
 
 from engines import Cell, EngineLoadError, Slot, cuda
 from engines.costs import measure
 from engines.tensorrt.cache import PlanCache
 from engines.tensorrt.engine import TensorRTEngine
 from engines.tensorrt.module import find
-from engines.tensorrt.prepare import PlanOptions, make_plan, open_checked
+from engines.tensorrt.prepare import (
+    PlanOptions,
+    PlanRefused,
+    gpu_of,
+    make_plan,
+    open_checked,
+    prepare,
+)
+from engines.tensorrt.uint8 import parse
 
 CELLS = [(rows, length) for rows in RUNGS for length in LENGTHS]
 
@@ -264,8 +273,6 @@ def test_the_second_start_builds_nothing(tmp_path: Path) -> None:
     path = models.save(models.probe(), tmp_path / "probe.onnx")
     options = PlanOptions(rungs=(1, 4))
     cache = PlanCache(tmp_path / "plans")
-    from engines.tensorrt.prepare import gpu_of
-
     first = make_plan(path, options, cache, gpu=gpu_of(0))
     engine = open_checked(first, cache, name="probe")
     engine.create_context().warm([(4, 4)])
@@ -302,3 +309,52 @@ def test_run_times_are_measured_alone_and_beside_others(seq: TensorRTEngine) -> 
     assert all(0 < c.device_ns < 50_000_000 and c.host_ns >= 0 for c in costs)
     for lane in lanes:
         lane.close()
+
+
+def test_a_plan_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    """FP16 cannot hold what this network makes of its inputs: refused with the numbers,
+    and out of the cache."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 4])
+    large = helper.make_tensor("large", TensorProto.FLOAT, [1], [300.0])
+    nodes = [
+        helper.make_node("Mul", ["x", "large"], ["a"]),
+        helper.make_node("Mul", ["a", "large"], ["b"]),
+        helper.make_node("Mul", ["b", "large"], ["y"]),
+    ]
+    graph = helper.make_graph(nodes, "large", [x], [y], [large])
+    opset = [helper.make_opsetid("", 17)]
+    model = helper.make_model(graph, opset_imports=opset, ir_version=8)
+    path = models.save(model, tmp_path / "large.onnx")
+    plans = tmp_path / "plans"
+
+    for _ in range(2):  # it is refused again, and not found in the cache
+        options = PlanOptions(rungs=(1, 4), precision="fp16")
+        with pytest.raises(PlanRefused, match=r"FAILED: output 'y'"):
+            prepare(path, options, plans, name="large")
+
+    assert list(plans.glob("*.plan")) == []
+    prepare(path, PlanOptions(rungs=(1, 4)), plans, name="large").close()
+
+
+def test_images_travel_as_bytes(tmp_path: Path) -> None:
+    """`input_u8` makes a float input UINT8; the answers are those of the normalised
+    image."""
+    model = models.probe()
+    path = models.save(model, tmp_path / "probe.onnx")
+    options = PlanOptions(
+        rungs=(1, 4), input_u8={"x": parse("0.5,128")}, precision="fp16"
+    )
+
+    engine = prepare(path, options, tmp_path / "plans", name="probe")
+    floats = prepare(path, PlanOptions(rungs=(1, 4)), tmp_path / "plans", name="f")
+
+    assert [spec.dtype for spec in engine.inputs] == ["UINT8"]
+    image = np.arange(0, 160, 10, dtype=np.uint8).reshape(4, 4)
+    given = (image.astype(np.float32) - 128) * 0.5
+    first = floats.outputs[0].name
+    np.testing.assert_allclose(
+        engine.run({"x": image})[first], floats.run({"x": given})[first], rtol=1e-2
+    )
+    engine.close()
+    floats.close()

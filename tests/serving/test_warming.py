@@ -89,8 +89,9 @@ def test_the_rest_is_warmed_on_every_slot(cold: LoadedModel) -> None:
     told: list[tuple[Tails, int]] = []
     errors: list[EngineError] = []
 
-    def check(shapes: Tails, rung: int) -> None:
+    def check(shapes: Tails, rung: int, run_ns: int) -> None:
         told.append((shapes, rung))
+        assert run_ns > 0
         for slot in cold.slots:
             done = threading.Semaphore(0)
             slot.on_done = done.release
@@ -116,7 +117,7 @@ def test_warming_gives_way_and_ends_when_asked(tmp_path: Path) -> None:
     told: list[float] = []
     rung = threading.Semaphore(0)
 
-    def note(shapes: Tails, rows: int) -> None:
+    def note(shapes: Tails, rows: int, run_ns: int) -> None:
         told.append(time.monotonic())
         rung.release()
 
