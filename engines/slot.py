@@ -171,7 +171,8 @@ class Slot:
     def reserve(self, *cells: Cell) -> None:
         """Makes the buffers large enough for cells, before there are runs.
 
-        All at once: a buffer that grows later undoes what is expected of those before.
+        All at once: a buffer that grows later undoes what is expected of those before
+        (seen: three of four cells of BERT-base lost their graphs so).
 
         Raises:
             MemoryError, EngineError: there is not the memory.

@@ -99,7 +99,8 @@ class SlotsConfig:
 
     isolation: IsolationName = "auto"
     """Where the engine lives: in the daemon, or in a process of its own per device,
-    which is started again when it ends. `auto` is `thread`."""
+    which is started again when it ends. `auto` is `process` on a GPU under Linux, else
+    `thread`."""
 
     def __post_init__(self) -> None:
         between("slots.count", self.count, 0, 64)

@@ -13,7 +13,8 @@ from batcher.config import ModelConfig, load_model_config
 from batcher.errors import ConfigError
 from batcher.rpc.signature import ModelSignature, TensorSignature
 from batcher.scheduling import Group
-from batcher.serving.opening import DEFAULT_MAX_BATCH, Host, Opener, opener
+from batcher.serving.host import Host
+from batcher.serving.opening import DEFAULT_MAX_BATCH, Opener, opener
 from batcher.serving.progress import loading
 from batcher.serving.readying import Tails, make_ready, rung_ladder
 from batcher.serving.repository import ModelSource, check_name

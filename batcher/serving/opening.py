@@ -7,19 +7,21 @@ is read from its file first, and the engines are opened once the rungs are known
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import engines
-from batcher.config import ModelConfig, ServerConfig
+from batcher.config import ModelConfig
 from batcher.errors import ConfigError
-from batcher.serving.plancache import default_plan_cache
+from batcher.serving.host import Host, isolated
 from batcher.serving.repository import ModelSource
 from engines import Engine, EngineLoadError, FakeEngine, FakeOptions, TensorSpec
 from engines.report import Report
+
+if TYPE_CHECKING:
+    from engines.tensorrt.modelfile import OnnxFile
 
 log = logging.getLogger(__name__)
 
@@ -27,61 +29,6 @@ DEFAULT_MAX_BATCH: Final = 64
 _SLOTS_PER_GPU: Final = 2
 """Two lanes keep a GPU busy where one leaves gaps or small kernels: 32 x 16 tokens of
 BERT-base run at 1.5 times the rate (measured on an H200)."""
-
-Recipe = Callable[[], Engine]
-"""Makes an engine; it can be sent to another process."""
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What the daemon gives to all of its models.
-
-    Attributes:
-        plan_cache: the folder of TensorRT plans; None for the default one.
-        plan_cache_mb: how large it may grow, 0 for no limit.
-        plugin_folders: where plugin libraries may lie.
-        bar: whether progress is shown as a bar on a terminal.
-        on_lost: told, on any thread, of a model whose engine's process has ended: its
-            name, and how.
-    """
-
-    plan_cache: Path | None = None
-    plan_cache_mb: int = 0
-    plugin_folders: tuple[Path, ...] = ()
-    on_lost: Callable[[str, str], None] | None = None
-    bar: bool = False
-
-    @classmethod
-    def of(cls, config: ServerConfig, on_lost: Callable[[str, str], None]) -> Host:
-        """What a daemon with these knobs gives."""
-        return cls(
-            Path(config.plan_cache).expanduser() if config.plan_cache else None,
-            config.plan_cache_mb,
-            tuple(Path(folder).expanduser() for folder in config.plugin_folder),
-            on_lost,
-            bar=config.log_format == "text",
-        )
-
-    def isolated(self, config: ModelConfig) -> bool:
-        """Whether the model's engines live in processes of their own."""
-        return config.slots.isolation == "process"
-
-    def engine(self, recipe: Recipe, name: str, config: ModelConfig) -> Engine:
-        """Makes an engine where the configuration wants it.
-
-        Raises:
-            EngineLoadError: it cannot be made.
-        """
-        if not self.isolated(config):
-            return recipe()
-        from engines.process import open_in_process
-
-        lost = self.on_lost
-        return open_in_process(
-            recipe,
-            name=name,
-            on_lost=None if lost is None else partial(lost, name),
-        )
 
 
 class Opener(Protocol):
@@ -174,7 +121,6 @@ def _onnxruntime(source: ModelSource, config: ModelConfig, host: Host) -> Opener
 
 
 def _tensorrt(source: ModelSource, config: ModelConfig, host: Host) -> Opener:
-    from engines.tensorrt import onnxfile
     from engines.tensorrt.prepare import gpu_of
 
     if source.plan is not None:
@@ -190,7 +136,7 @@ def _tensorrt(source: ModelSource, config: ModelConfig, host: Host) -> Opener:
     try:
         for device in _devices(config):
             gpu_of(device)
-        return _Onnx(onnxfile.read(source.path), source.name, config, host)
+        return _Onnx(host.onnx_file(source.path), source.name, config, host)
     except EngineLoadError as error:
         if config.engine == "tensorrt":
             raise
@@ -222,7 +168,7 @@ class _Plan:
                     graphs=settings.graphs,
                     graph_bytes=settings.graph_memory_mb << 20 or None,
                 )
-                self._engines.append(host.engine(recipe, name, config))
+                self._engines.append(host.engine(recipe, name, config, gpu=True))
         except BaseException:
             for engine in self._engines:
                 engine.close()
@@ -254,7 +200,9 @@ class _Onnx:
     rungs: tuple[int, ...] = ()
     every_size = False
 
-    def __init__(self, file: Any, name: str, config: ModelConfig, host: Host) -> None:
+    def __init__(
+        self, file: OnnxFile, name: str, config: ModelConfig, host: Host
+    ) -> None:
         self.inputs = file.inputs
         self.outputs = file.outputs
         self.slots = config.slots.count or _SLOTS_PER_GPU
@@ -276,16 +224,16 @@ class _Onnx:
                     prepare,
                     self._path,
                     options,
-                    host.plan_cache or default_plan_cache(),
+                    host.plans,
                     name=self._name,
                     device=device,
                     graphs=settings.graphs,
                     graph_bytes=settings.graph_memory_mb << 20 or None,
                     max_bytes=host.plan_cache_mb << 20 or None,
                     # Another process logs how far it is.
-                    report=None if host.isolated(self._config) else report,
+                    report=None if isolated(self._config, gpu=True) else report,
                 )
-                opened.append(host.engine(recipe, self._name, self._config))
+                opened.append(host.engine(recipe, self._name, self._config, gpu=True))
         except BaseException:
             for engine in opened:
                 engine.close()

@@ -92,8 +92,8 @@ def make_ready(
         Slot(engine, n, context=made)
         for engine, n, made in zip(owners, names, contexts, strict=True)
     )
-    for slot, cell in itertools.product(slots, cells):
-        slot.reserve(cell)
+    for slot in slots:
+        slot.reserve(*cells)
     warm: dict[Tails, tuple[int, ...]] = {}
     for tails, rung in covering:
         warm[tails] = tuple(sorted({*warm.get(tails, ()), rung}))

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from batcher.errors import BatcherError
+from batcher.serving.host import Host
 from batcher.serving.loader import LoadedModel, load
 from batcher.serving.model import Model
-from batcher.serving.opening import Host
 from batcher.serving.readying import close_all
 from batcher.serving.repository import ModelSource
 from engines import EngineError

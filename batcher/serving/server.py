@@ -30,12 +30,12 @@ from batcher.serving.budget import Budget
 from batcher.serving.describe import ladder
 from batcher.serving.directory import ModelDirectory
 from batcher.serving.driver import Driver
+from batcher.serving.host import Host
 from batcher.serving.http import HttpServer
 from batcher.serving.loader import LoadedModel, load, seed_costs
 from batcher.serving.machine import default_io_threads, memory_bytes
 from batcher.serving.metrics import collect, exposition
 from batcher.serving.model import Model
-from batcher.serving.opening import Host
 from batcher.serving.readying import Tails
 from batcher.serving.repository import ModelSource, find_models
 from batcher.serving.revival import Revival

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from engines.errors import EngineLoadError
-from engines.tensorrt import onnxfile
 from engines.tensorrt.messages import collected_errors, logger
+from engines.tensorrt.modelfile import OnnxFile
 from engines.tensorrt.module import TensorRT, find
-from engines.tensorrt.onnxfile import OnnxFile
 from engines.tensorrt.options import BuildOptions, check, target_name
 from engines.tensorrt.plans import write_whole
 from engines.tensorrt.remedies import remedy, with_remedy
@@ -78,6 +77,8 @@ def build(
             node or the option, and what to do.
         BuildCancelled: `cancelled` said so.
     """
+    from engines.tensorrt import onnxfile  # see `options.check`
+
     tensorrt = find(options.flavour)
     file = onnxfile.read(Path(onnx_path))
     check(file, options, tensorrt)

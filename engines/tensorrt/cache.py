@@ -21,8 +21,8 @@ from typing import Any, Final
 from engines.errors import EngineLoadError
 from engines.tensorrt.build import BuildCancelled
 from engines.tensorrt.locks import STALE_S, Locking, WaitCancelled, exclusive, is_held
+from engines.tensorrt.modelfile import OnnxFile
 from engines.tensorrt.module import TensorRT
-from engines.tensorrt.onnxfile import OnnxFile
 from engines.tensorrt.options import BuildOptions
 from engines.tensorrt.plans import (
     Sidecar,
@@ -142,6 +142,8 @@ def hash_model(
     Raises:
         OSError: one cannot be read.
     """
+    if file.sha256:
+        return file.sha256
     folder = file.folder_of.parent
     paths = [file.folder_of, *file.weight_files]
     sizes = [path.stat().st_size for path in paths]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -16,6 +15,7 @@ import onnx
 from onnx import TensorProto
 
 from engines.errors import EngineLoadError
+from engines.tensorrt.modelfile import OnnxFile
 from engines.tensorrt.module import TensorRT
 from engines.tensorrt.plans import write_whole
 from engines.tensors import Axis, TensorSpec
@@ -39,32 +39,6 @@ MAX_MESSAGE: Final = 1 << 30
 _ELSEWHERE: Final = 'serve the model with engine = "onnxruntime"'
 _INT8: Final = (TensorProto.INT8, TensorProto.INT4)
 _UINT8: Final = (TensorProto.UINT8, TensorProto.UINT4)
-
-
-@dataclass(frozen=True, slots=True)
-class OnnxFile:
-    """A model that was read.
-
-    Attributes:
-        path: as it was given.
-        folder_of: the file beside which the weight files lie: `path`, or what it
-            links to. The parser must be given this one.
-        model: the graph, without external weights.
-        inputs, outputs: as the graph declares them.
-        weight_files: external weights, each once, in the order of the graph.
-    """
-
-    path: Path
-    folder_of: Path
-    model: onnx.ModelProto
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    weight_files: tuple[Path, ...]
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether an input has an axis without a fixed size."""
-        return any(-1 in spec.wire_shape for spec in self.inputs)
 
 
 def read(path: Path) -> OnnxFile:

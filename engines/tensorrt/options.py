@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from engines.base import Profile
 from engines.errors import EngineLoadError
-from engines.tensorrt import onnxfile
+from engines.tensorrt.modelfile import OnnxFile
 from engines.tensorrt.module import FlavourChoice, TensorRT
-from engines.tensorrt.onnxfile import OnnxFile
 from engines.tensorrt.profiles import check_profiles
 
 
@@ -107,6 +106,9 @@ def check(file: OnnxFile, options: BuildOptions, tensorrt: TensorRT) -> None:
             "buckets for axes that are not the batch"
         )
     check_profiles(file.inputs, options.profiles)
+    # Here, as it imports onnx, which a start that finds its plan can do without.
+    from engines.tensorrt import onnxfile
+
     onnxfile.check_quantization(file, tensorrt)
     rtx = tensorrt.flavour == "tensorrt_rtx"
     level = options.optimization_level

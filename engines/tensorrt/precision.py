@@ -18,7 +18,8 @@ import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper
 
 from engines.errors import EngineLoadError
-from engines.tensorrt.onnxfile import MAX_MESSAGE, OnnxFile, all_tensors, save_whole
+from engines.tensorrt.modelfile import OnnxFile
+from engines.tensorrt.onnxfile import MAX_MESSAGE, all_tensors, save_whole
 
 ModelPrecision = Literal["fp32", "fp16", "bf16"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Any, Final
 from engines import cuda
 from engines.errors import EngineLoadError
 from engines.report import Logged, Report, unheard
-from engines.tensorrt import checks, onnxfile
+from engines.tensorrt import checks
 from engines.tensorrt.build import BuildStep, build
 from engines.tensorrt.cache import CachedPlan, PlanCache, check_user_plan, plan_key
 from engines.tensorrt.engine import TensorRTEngine
 from engines.tensorrt.facts import Gpu, gpu_fact
+from engines.tensorrt.modelfile import described, recall, remember
 from engines.tensorrt.module import FlavourChoice, find
 from engines.tensorrt.plans import read_sidecar
 from engines.tensorrt.profiles import grid, make_profiles
@@ -84,7 +86,12 @@ def make_plan(
         BuildCancelled: `cancelled` said so.
     """
     tensorrt = find(options.build.flavour)
-    file = onnxfile.read(path)
+    began_ns = time.time_ns()
+    file = recall(path, cache.folder)
+    if file is None:
+        from engines.tensorrt import onnxfile
+
+        file = onnxfile.read(path)
     cells = grid(file.inputs, rungs=options.rungs, axes=options.axes)
     how = options.build
     if not how.profiles and file.is_dynamic:
@@ -107,6 +114,8 @@ def make_plan(
         progress=lambda done, total: report("reading", done, total),
     )
 
+    if not file.sha256:
+        remember(file, key.model_sha256, cache.folder, began_ns)
     references: list[References] = []
 
     def build_now() -> bytes:
@@ -144,7 +153,7 @@ def make_plan(
     )
     if _TENSORS not in cached.sidecar.notes:
         notes = {
-            _TENSORS: [_described(spec) for spec in made.specs],
+            _TENSORS: [described(spec) for spec in made.specs],
             "rungs": list(options.rungs),
         }
         made = replace(made, cached=_noted(cache, made, notes))
@@ -322,10 +331,6 @@ def _noted(cache: PlanCache, made: MadePlan, notes: dict[str, Any]) -> CachedPla
     return replace(
         made.cached, sidecar=replace(sidecar, notes={**sidecar.notes, **notes})
     )
-
-
-def _described(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
 
 
 def _tell(report: Report, step: BuildStep) -> None:

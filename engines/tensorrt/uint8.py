@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.errors import EngineLoadError
-from engines.tensorrt.onnxfile import OnnxFile
+from engines.tensorrt.modelfile import OnnxFile
 
 _FLOATS: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _PREFIX: Final = "input_u8"

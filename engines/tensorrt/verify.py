@@ -8,25 +8,22 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from engines.base import Array
 from engines.report import Report, unheard
-from engines.tensorrt import checks, onnxfile, uint8
+from engines.tensorrt import checks
 from engines.tensorrt.cache import CachedPlan, PlanKey
 from engines.tensorrt.engine import TensorRTEngine
+from engines.tensorrt.modelfile import OnnxFile
 from engines.tensorrt.module import TensorRT
-from engines.tensorrt.onnxfile import OnnxFile
 from engines.tensorrt.options import BuildOptions
-from engines.tensorrt.precision import ModelPrecision, convert_file, lowest_precision
 from engines.tensorrt.profiles import AxisSizes, Grid
-from engines.tensorrt.samples import (
-    load_samples,
-    random_samples,
-    vocabulary_sizes,
-)
-from engines.tensorrt.uint8 import Normalization
 from engines.tensors import TensorSpec
+
+if TYPE_CHECKING:  # these import onnx, which a start that finds its plan does without
+    from engines.tensorrt.precision import ModelPrecision
+    from engines.tensorrt.uint8 import Normalization
 
 CHECKED: Final = "check"
 """Where a sidecar's notes have the numbers of the comparison."""
@@ -167,6 +164,11 @@ class References:
     def _answer_all(self) -> None:
         # Here, as it takes long to import, and is not needed where a plan was checked.
         from engines.onnxruntime import OnnxRuntimeEngine
+        from engines.tensorrt.samples import (
+            load_samples,
+            random_samples,
+            vocabulary_sizes,
+        )
 
         options = self._options
         whole = replace(options, precision=None)
@@ -204,6 +206,8 @@ def compare_with_model(
     Raises:
         EngineLoadError, EngineRunError: see `References`; or the plan does not run.
     """
+    from engines.tensorrt.precision import lowest_precision
+
     options = made.options
     precision = lowest_precision(made.file.model)
     if options.precision is not None and options.precision != "fp32":
@@ -245,6 +249,9 @@ def changed_model(file: OnnxFile, options: PlanOptions, folder: Path) -> Path:
     Raises:
         EngineLoadError: it cannot be changed like that.
     """
+    from engines.tensorrt import onnxfile, uint8
+    from engines.tensorrt.precision import convert_file
+
     for position, (name, normalization) in enumerate(options.input_u8.items()):
         model = uint8.bake(file, normalization, inputs=(name,) if name else ())
         target = folder / f"u8-{position}" / "model.onnx"

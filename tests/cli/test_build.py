@@ -118,7 +118,8 @@ def network(
         [value(output, TensorProto.FLOAT, ["N", 8])],
         constants,
     )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    opset = [helper.make_opsetid("", 17)]
+    return helper.make_model(graph, opset_imports=opset, ir_version=8)
 
 
 # -- what is written ------------------------------------------------------------------

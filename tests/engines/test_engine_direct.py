@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -177,11 +178,9 @@ class Bench:
 
     def warm(self, cell: Cell = ONE) -> EngineError | None:
         """Warms a cell, and says why it could not."""
-        told: list[EngineError | None] = []
-        done = threading.Event()
-        self.slot.warm(cell, lambda error: (told.append(error), done.set())[0])
-        assert done.wait(WAIT_S)
-        return told[0]
+        told: SimpleQueue[EngineError | None] = SimpleQueue()
+        self.slot.warm(cell, told.put)
+        return told.get(timeout=WAIT_S)
 
 
 def values(done: Sequence[Completion]) -> list[int]:
@@ -296,18 +295,19 @@ def test_whatever_is_mixed_the_order_is_kept() -> None:
 @pytest.mark.parametrize("slow", [[], [1, 3], [1, 2]])
 def test_failures_of_launches_arrive_in_order(slow: list[int]) -> None:
     """As completions like others, whoever has launched; `start` does not raise."""
-    faults = {"run2": EngineRunError("no"), "run3": ValueError("oops")}
+    faults: dict[str, Any] = {"run2": EngineRunError("no"), "run3": ValueError("oops")}
     bench = Bench(Device(slow=slow, **faults))
-    done = []
+    outcomes: list[str | int] = []
     for value in (1, 3, 5):
         bench.start(value)
         bench.start(value + 1)
-        done += bench.ended(2)
+        outcomes += [
+            c.outputs[0].item() if c.error is None else str(c.error)
+            for c in bench.ended(2)
+        ]
     bench.slot.close()
 
-    errors = ["None", "no", "ValueError: oops", "None", "None", "None"]
-    assert [str(c.error) for c in done] == errors
-    assert values([c for c in done if c.error is None]) == [1, 4, 5, 6]
+    assert outcomes == [1, "no", "ValueError: oops", 4, 5, 6]
     assert [value for value, _, _ in bench.device.launched] == [1, 2, 3, 4, 5, 6]
 
 
@@ -351,7 +351,8 @@ def test_a_cell_that_cannot_be_warmed_hurts_nobody(
     step: str, fault: Exception, text: str
 ) -> None:
     """The error is told, and runs go on."""
-    bench = Bench(Device(**{step: fault}))
+    faults: dict[str, Any] = {step: fault}
+    bench = Bench(Device(**faults))
     told = bench.warm()
     done = bench.run(1)
     bench.slot.close()
@@ -388,7 +389,7 @@ def test_reserved_runs_are_launched_with_the_lists_that_were_expected() -> None:
 
     assert len({id(inputs) for inputs in launched}) == 3
     assert are(launched, [inputs for inputs, _ in bench.device.expected])
-    assert [outputs[0].shape for _, outputs in bench.device.expected] == [(1,)] * 3
+    assert len({id(outputs) for _, outputs in bench.device.expected}) == 3
 
 
 def test_all_cells_that_are_reserved_together_stay_expected() -> None:

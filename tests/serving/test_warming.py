@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batcher.config import AxisConfig
 from batcher.errors import ConfigError
 from batcher.scheduling import POLICIES, PolicyOptions, Scheduler
 from batcher.serving.loader import LoadedModel, load, seed_costs
-from batcher.serving.readying import Tails, bisected, close_all, rung_ladder
+from batcher.serving.readying import (
+    Tails,
+    bisected,
+    close_all,
+    make_ready,
+    rung_ladder,
+)
 from batcher.serving.repository import ModelSource
+from batcher.serving.shapes import ModelShapes
 from batcher.serving.warming import Warming
-from engines import EngineError, EngineLoadError
+from batcher.serving.warmup import warm_up
+from engines import (
+    EngineError,
+    EngineLoadError,
+    ExecutionContext,
+    FakeEngine,
+    FakeOptions,
+    TensorSpec,
+)
+from engines.base import Launch, PipelinedContext
 
 COLD = """
 engine = "fake"
@@ -206,3 +224,59 @@ def test_run_times_survive_a_restart(tmp_path: Path) -> None:
     assert len(mended) == len(first) == 4
     assert np.all([c.device_ns > 0 for c in mended])
     close_all(model.slots, model.engines)
+
+
+class Expecting(FakeEngine):
+    """Its contexts are pipelined, and keep the lists that they were told to expect."""
+
+    def create_context(self) -> ExecutionContext:
+        return ExpectingContext(super().create_context())
+
+
+class ExpectingContext(PipelinedContext):
+    """See `Expecting`."""
+
+    def __init__(self, inner: ExecutionContext) -> None:
+        self.inner = inner
+        self.expected: list[Any] = []
+
+    def warm(self, shapes: Sequence[Any]) -> None:
+        self.inner.warm(shapes)
+
+    def expect(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        self.expected.append(inputs)
+
+    def launch(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Launch:
+        results = self.inner.execute(inputs, outputs)
+
+        class Done(Launch):
+            def wait(self) -> tuple[list[Any], int]:
+                return results, 1
+
+        return Done()
+
+
+def test_what_was_worked_out_is_what_is_run() -> None:
+    """The lists that a context was told to expect are those of the slot's runs, for
+    every warm cell and staging: no buffer grows afterwards."""
+    tensors = [TensorSpec(name, "INT64", ("N", "L")) for name in "xy"]
+    engine = Expecting(
+        FakeOptions(inputs=(tensors[0],), outputs=(tensors[1],), cold_ms=0.001)
+    )
+    axis = AxisConfig(buckets=(2, 8, 64), pad={"x": 0}, outputs={})
+    shapes = ModelShapes(engine.inputs, engine.outputs, True, {"L": axis})
+    context = engine.create_context()
+    warmed = warm_up(engine, context, shapes, (1, 4, 16))
+
+    ready = make_ready("m", [engine], context, shapes, (1, 4, 16), warmed, per_engine=1)
+
+    (slot,) = ready.slots
+    assert isinstance(slot._context, ExpectingContext)
+    expected = {id(inputs) for inputs in slot._context.expected}
+    for staging in slot._stagings:
+        for row, rungs in ready.warm.items():
+            for rung in rungs:
+                arrays = staging.arrays(shapes.group(row).cell(rung))
+                assert id(arrays.inputs) in expected
+    assert len(expected) == 3 * 6
+    close_all(ready.slots, [engine])
