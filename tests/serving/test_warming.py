@@ -229,7 +229,7 @@ def test_run_times_survive_a_restart(tmp_path: Path) -> None:
 class Expecting(FakeEngine):
     """Its contexts are pipelined, and keep the lists that they were told to expect."""
 
-    def create_context(self) -> ExecutionContext:
+    def create_context(self) -> ExecutionContext:  # type: ignore[override]
         return ExpectingContext(super().create_context())
 
 
@@ -263,7 +263,7 @@ def test_what_was_worked_out_is_what_is_run() -> None:
     engine = Expecting(
         FakeOptions(inputs=(tensors[0],), outputs=(tensors[1],), cold_ms=0.001)
     )
-    axis = AxisConfig(buckets=(2, 8, 64), pad={"x": 0}, outputs={})
+    axis = AxisConfig(buckets=(2, 8, 64), pad={"x": 0.0}, outputs={})
     shapes = ModelShapes(engine.inputs, engine.outputs, True, {"L": axis})
     context = engine.create_context()
     warmed = warm_up(engine, context, shapes, (1, 4, 16))
