@@ -7,7 +7,8 @@ is read from its file first, and the engines are opened once the rungs are known
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -156,30 +157,27 @@ class _Plan:
 
         settings = config.tensorrt
         self.slots = config.slots.count or _SLOTS_PER_GPU
-        self._engines: list[Engine] = []
-        try:
-            for device in _devices(config):
-                recipe = partial(
-                    open_plan,
-                    plan,
-                    name=name,
-                    device=device,
-                    flavour=settings.flavour,
-                    graphs=settings.graphs,
-                    graph_bytes=settings.graph_memory_mb << 20 or None,
-                )
-                self._engines.append(host.engine(recipe, name, config, gpu=True))
-        except BaseException:
-            for engine in self._engines:
-                engine.close()
-            raise
+
+        def make(device: int) -> Engine:
+            recipe = partial(
+                open_plan,
+                plan,
+                name=name,
+                device=device,
+                flavour=settings.flavour,
+                graphs=settings.graphs,
+                graph_bytes=settings.graph_memory_mb << 20 or None,
+            )
+            return host.engine(recipe, name, config, gpu=True)
+
+        self._engines = on_each(_devices(config), make)
         first = self._engines[0]
         self.inputs, self.outputs = first.inputs, first.outputs
-        name = self.inputs[0].name if self.inputs else ""
+        tensor = self.inputs[0].name if self.inputs else ""
         sizes = [
-            (p.min[name][0], p.max[name][0])
+            (p.min[tensor][0], p.max[tensor][0])
             for p in first.profiles
-            if name and p.min[name]
+            if tensor and p.min[tensor]
         ]
         self.least_rows = min((least for least, _ in sizes), default=1)
         self.max_rows = max((most for _, most in sizes), default=1)
@@ -217,28 +215,24 @@ class _Onnx:
         settings = self._config.tensorrt
         host = self._host
         options = plan_options(self._path, self._config, rungs, host.plugin_folders)
-        opened: list[Engine] = []
-        try:
-            for device in _devices(self._config):
-                recipe = partial(
-                    prepare,
-                    self._path,
-                    options,
-                    host.plans,
-                    name=self._name,
-                    device=device,
-                    graphs=settings.graphs,
-                    graph_bytes=settings.graph_memory_mb << 20 or None,
-                    max_bytes=host.plan_cache_mb << 20 or None,
-                    # Another process logs how far it is.
-                    report=None if isolated(self._config, gpu=True) else report,
-                )
-                opened.append(host.engine(recipe, self._name, self._config, gpu=True))
-        except BaseException:
-            for engine in opened:
-                engine.close()
-            raise
-        return opened
+
+        def make(device: int) -> Engine:
+            recipe = partial(
+                prepare,
+                self._path,
+                options,
+                host.plans,
+                name=self._name,
+                device=device,
+                graphs=settings.graphs,
+                graph_bytes=settings.graph_memory_mb << 20 or None,
+                max_bytes=host.plan_cache_mb << 20 or None,
+                # Another process logs how far it is.
+                report=None if isolated(self._config, gpu=True) else report,
+            )
+            return host.engine(recipe, self._name, self._config, gpu=True)
+
+        return on_each(_devices(self._config), make)
 
     def reopen(self, opened: list[Engine]) -> None:
         for engine in opened:
@@ -290,6 +284,24 @@ def plan_options(
         samples=path.parent / settings.samples if settings.samples else None,
         check=settings.check,
     )
+
+
+def on_each(devices: Sequence[int], make: Callable[[int], Engine]) -> list[Engine]:
+    """An engine for each device; the first alone, as it may build a plan for all.
+
+    Raises:
+        EngineLoadError: one could not be made; the others are closed.
+    """
+    opened = [make(devices[0])]
+    with ThreadPoolExecutor(max(len(devices) - 1, 1)) as threads:
+        others = [threads.submit(make, device) for device in devices[1:]]
+    failed = [other.exception() for other in others if other.exception() is not None]
+    opened += [other.result() for other in others if other.exception() is None]
+    if failed and failed[0] is not None:
+        for engine in opened:
+            engine.close()
+        raise failed[0]
+    return opened
 
 
 def _devices(config: ModelConfig) -> Sequence[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from batcher.config import BatchingConfig
@@ -64,42 +65,56 @@ def make_ready(
     Raises:
         EngineLoadError, MemoryError: a device has not the memory.
     """
-    names = [f"slot {name} #{i}" for i in range(per_engine * len(engines))]
     if not engines[0].warmed_cells_only:
         context.close()
-        pairs = zip(names, itertools.cycle(engines), strict=False)
-        return Ready(tuple(Slot(engine, n) for n, engine in pairs), {}, (), ())
+        return Ready(
+            _slots(name, [(e, None) for e in engines] * per_engine), {}, (), ()
+        )
     covering = [(tails, rung) for tails, rung, _ in warmed.costs]
     cells = [shapes.group(tails).cell(rung) for tails, rung in covering]
-    contexts = [context]
+    made: list[list[ExecutionContext]] = [[] for _ in engines]
+    made[0].append(context)
+
+    def warm_up(engine: Engine, contexts: list[ExecutionContext]) -> None:
+        while len(contexts) < per_engine:
+            report("warming slots", sum(map(len, made)), per_engine * len(engines))
+            contexts.append(engine.create_context())
+            for cell in cells:
+                contexts[-1].warm(cell.inputs)
+
+    slots: tuple[Slot, ...] = ()
     try:
-        for engine in engines:
-            for _ in range(per_engine - (engine is engines[0])):
-                report("warming slots", len(contexts), len(names))
-                contexts.append(engine.create_context())
-                for cell in cells:
-                    contexts[-1].warm(cell.inputs)
+        with ThreadPoolExecutor(len(engines)) as threads:  # devices do not wait
+            list(threads.map(warm_up, engines, made))
         report("measuring", 0, 0)
-        costs = _costs(engines[0], contexts[:per_engine], cells)
+        costs = _costs(engines[0], made[0], cells)
         for engine in engines:
             engine.save_warm()
+        # Slots of one device are not neighbours: the first batches go to all devices.
+        rounds = zip(*made, strict=True)
+        pairs = [pair for r in rounds for pair in zip(engines, r, strict=True)]
+        slots = _slots(name, pairs)
+        for slot in slots:
+            slot.reserve(*cells)
     except BaseException:
-        for made in contexts:
-            made.close()
+        for thing in slots or itertools.chain(*made):
+            thing.close()
         raise
-    owners = [engine for engine in engines for _ in range(per_engine)]
-    slots = tuple(
-        Slot(engine, n, context=made)
-        for engine, n, made in zip(owners, names, contexts, strict=True)
-    )
-    for slot in slots:
-        slot.reserve(*cells)
     warm: dict[Tails, tuple[int, ...]] = {}
     for tails, rung in covering:
         warm[tails] = tuple(sorted({*warm.get(tails, ()), rung}))
     every = [(tails, rung) for rung in bisected(rungs) for tails in warm]
     cold = tuple(cell for cell in every if cell not in set(covering))
     return Ready(slots, warm, cold, tuple(costs))
+
+
+def _slots(
+    name: str, pairs: Sequence[tuple[Engine, ExecutionContext | None]]
+) -> tuple[Slot, ...]:
+    return tuple(
+        Slot(engine, f"slot {name} #{i}", context=context)
+        for i, (engine, context) in enumerate(pairs)
+    )
 
 
 def _costs(

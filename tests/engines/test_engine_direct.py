@@ -128,7 +128,7 @@ class DeviceContext(PipelinedContext):
         device = self.device
         if not self._alone.acquire(blocking=False):
             device.crowded = True
-            self._alone.acquire()
+            raise RuntimeError("another thread is in the context")
         if slow:
             time.sleep(device.pause_s)
             if device.held:

@@ -17,6 +17,7 @@ from batcher.config import AxisConfig
 from batcher.errors import ConfigError
 from batcher.scheduling import POLICIES, PolicyOptions, Scheduler
 from batcher.serving.loader import LoadedModel, load, seed_costs
+from batcher.serving.opening import on_each
 from batcher.serving.readying import (
     Tails,
     bisected,
@@ -280,3 +281,54 @@ def test_what_was_worked_out_is_what_is_run() -> None:
                 assert id(arrays.inputs) in expected
     assert len(expected) == 3 * 6
     close_all(ready.slots, [engine])
+
+
+def test_slots_of_several_devices_take_turns() -> None:
+    """Each device has its slots, and the first batches go to different devices."""
+    tensors = [TensorSpec(name, "INT64", ("N", 2)) for name in "xy"]
+    options = FakeOptions(inputs=(tensors[0],), outputs=(tensors[1],), cold_ms=0.001)
+    engines = [Expecting(options) for _ in range(3)]
+    shapes = ModelShapes(engines[0].inputs, engines[0].outputs, True, {})
+    context = engines[0].create_context()
+    warmed = warm_up(engines[0], context, shapes, (1, 4))
+
+    ready = make_ready("m", engines, context, shapes, (1, 4), warmed, per_engine=2)
+
+    assert [slot.engine for slot in ready.slots] == engines * 2
+    assert {cost.busy for cost in ready.costs} == {1, 2}  # on the first device
+    for slot in ready.slots:
+        done = threading.Semaphore(0)
+        slot.on_done = done.release
+        slot.start(slot.acquire(), shapes.group(((2,),)).cell(4))
+        done.acquire()
+        (completion,) = slot.completions()
+        assert completion.error is None
+    close_all(ready.slots, engines)
+
+
+def test_engines_are_opened_on_every_device_or_on_none() -> None:
+    """The first is made alone; if one fails the others are closed, and its error told."""
+    closed: list[int] = []
+    order: list[int] = []
+
+    class Device(FakeEngine):
+        def __init__(self, index: int) -> None:
+            spec = TensorSpec("x", "INT64", ("N", 2))
+            super().__init__(FakeOptions(inputs=(spec,), outputs=(spec,)))
+            self.index = index
+
+        def close(self) -> None:
+            closed.append(self.index)
+
+    def make(device: int) -> Device:
+        order.append(device)
+        if device == 7:
+            raise EngineLoadError("device 7 is full")
+        return Device(device)
+
+    made = on_each([3, 1, 2], make)
+    assert [engine.index for engine in made if isinstance(engine, Device)] == [3, 1, 2]
+    assert order[0] == 3
+    with pytest.raises(EngineLoadError, match="device 7 is full"):
+        on_each([0, 7, 5], make)
+    assert sorted(closed) == [0, 5]
