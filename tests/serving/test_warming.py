@@ -307,7 +307,7 @@ def test_slots_of_several_devices_take_turns() -> None:
 
 
 def test_engines_are_opened_on_every_device_or_on_none() -> None:
-    """The first is made alone; if one fails the others are closed, and its error told."""
+    """The first is made alone; if one fails, the others are closed."""
     closed: list[int] = []
     order: list[int] = []
 
