@@ -68,7 +68,7 @@ def measure(
             for thread in threads:
                 thread.join()
             times = [pair for run in runs[:busy] for pair in run.taken]
-            if times:
+            if all(run.taken for run in runs[:busy]):  # else they were not beside it
                 device_ns = statistics.median(device for device, _ in times)
                 whole_ns = statistics.median(whole for _, whole in times)
                 host_ns = max(whole_ns - device_ns, 0)
@@ -101,8 +101,8 @@ class _Runs:
                     self.taken.append((device_ns or whole_ns, whole_ns))
                 if whole_ns > _LONG_NS:
                     return
-        except (EngineError, MemoryError):
-            return  # zeros are no input for this network
+        except (EngineError, MemoryError, ValueError):
+            self.taken = []  # zeros are no input for this network, or there are none
 
     def _run(self, inputs: Sequence[Array], outputs: Sequence[Array | None]) -> int:
         if isinstance(self._context, PipelinedContext):
@@ -128,12 +128,12 @@ def from_json(text: str) -> list[CellCost]:
             raise ValueError("another format")
         return [
             CellCost(
-                tuple(tuple(shape) for shape in c["inputs"]),
+                tuple(tuple(map(int, shape)) for shape in c["inputs"]),
                 int(c["busy"]),
                 int(c["device_ns"]),
                 int(c["host_ns"]),
             )
             for c in body["costs"]
         ]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"no table of costs: {error!r}") from error

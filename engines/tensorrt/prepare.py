@@ -184,16 +184,21 @@ def open_checked(
         EngineLoadError: it cannot be loaded, or computes something else than the model
             (the text has the numbers); such a plan is out of the cache.
     """
-    engine = TensorRTEngine(
-        made.cached.plan,
-        name=name,
-        device=device,
-        flavour=made.tensorrt.flavour,
-        specs=made.specs,
-        kernel_cache=made.cached.kernel_cache,
-        graphs=graphs,
-        graph_bytes=graph_bytes,
-    )
+    try:
+        engine = TensorRTEngine(
+            made.cached.plan,
+            name=name,
+            device=device,
+            flavour=made.tensorrt.flavour,
+            specs=made.specs,
+            kernel_cache=made.cached.kernel_cache,
+            graphs=graphs,
+            graph_bytes=graph_bytes,
+        )
+    except BaseException:
+        if made.references is not None:
+            made.references.stop()
+        raise
     if not made.options.check or made.checked:
         return engine
     try:
@@ -321,7 +326,9 @@ def plan_specs(path: Path) -> tuple[TensorSpec, ...]:
 def plan_rungs(path: Path) -> tuple[int, ...]:
     """The batch sizes that a plan was built for, where its sidecar has them."""
     sidecar = read_sidecar(path)
-    rungs = sidecar.notes.get("rungs", ()) if sidecar is not None else ()
+    rungs = sidecar.notes.get("rungs") if sidecar is not None else None
+    if not isinstance(rungs, list):
+        return ()
     return tuple(r for r in rungs if isinstance(r, int))
 
 

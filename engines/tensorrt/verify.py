@@ -213,7 +213,11 @@ def compare_with_model(
     if options.precision is not None and options.precision != "fp32":
         precision = options.precision
     references = made.references or References(made.file, made.grid, options)
-    lane = engine.create_context()
+    try:
+        lane = engine.create_context()
+    except BaseException:
+        references.stop()
+        raise
     try:
         names = [spec.name for spec in engine.outputs]
 
