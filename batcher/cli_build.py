@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
-import os
 import sys
 import threading
 import time
@@ -201,6 +200,7 @@ def build(
     written); 2 if none was built; 130 after Ctrl-C.
     """
     from batcher.serving.building import build_plan, plan_wanted
+    from batcher.serving.buildtarget import build_target
     from engines import EngineError
 
     try:
@@ -225,7 +225,7 @@ def build(
         }
         sizes = None if rungs is None else _sizes("--rungs", rungs)
         found = _config(file, max_batch, sizes, axes, settings)
-        target = _target(model, output)
+        target = build_target(model, output)
         options = plan_wanted(model, found, plugin_folder or ())
         how = options.build
         options = dataclasses.replace(
@@ -333,25 +333,6 @@ def _config(
         flags[f"--axis {name}"] = f"axes.{name}"
     check_overrides(overrides, flags)
     return load_model_config(file, overrides)
-
-
-def _target(model: Path, output: Path | None) -> Path:
-    """Where the plan goes.
-
-    Raises:
-        ConfigError: it cannot be written there; said now, and not after the build.
-    """
-    target = model.with_suffix(".plan") if output is None else output
-    if target.is_dir():
-        raise ConfigError(f"--output {target} is a folder; name a file in it")
-    if target.resolve() == model.resolve():
-        raise ConfigError(f"--output {target} is the model itself")
-    folder = target.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"--output {target}: {folder} cannot be written")
-    return target
 
 
 # -- how far it is --------------------------------------------------------------------

@@ -116,4 +116,5 @@ class TensorRTConfig:
         """Checks the values."""
         between("tensorrt.graph_memory_mb", self.graph_memory_mb, 0, MAX_INT32)
         between("tensorrt.optimization_level", self.optimization_level or 0, 0, 5)
-        between("tensorrt.workspace_mb", self.workspace_mb or 1, 1, MAX_INT32)
+        if self.workspace_mb is not None:
+            between("tensorrt.workspace_mb", self.workspace_mb, 1, MAX_INT32)

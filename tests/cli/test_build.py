@@ -21,6 +21,8 @@ from onnx import TensorProto, helper, numpy_helper
 from typer.testing import CliRunner
 
 from batcher.cli import app
+from batcher.errors import ConfigError
+from batcher.serving.buildtarget import build_target
 from engines.errors import EngineLoadError
 from engines.tensorrt.facts import gpu_fact
 from engines.tensorrt.module import load
@@ -334,3 +336,28 @@ def test_a_plan_that_computes_something_else_is_not_written(tmp_path: Path) -> N
     assert "FAILED: output 'd'" in result.stdout
     assert "refused, and not written" in result.stdout
     assert [p.name for p in tmp_path.iterdir() if "plan" in p.name] == []
+
+
+@pytest.mark.parametrize("what", ["pipe", "link", "text", "onnx"])
+def test_nothing_but_a_plan_is_replaced(tmp_path: Path, what: str) -> None:
+    """Devices, pipes, links and files of other kinds stay what they are."""
+    model = tmp_path / "m.onnx"
+    model.write_bytes(b"")
+    target = tmp_path / ("other.onnx" if what == "onnx" else "target")
+    if what == "pipe":
+        os.mkfifo(target)
+    elif what == "link":
+        target.symlink_to(tmp_path / "elsewhere.plan")
+    elif what == "text":
+        target.write_text("precious")
+
+    with pytest.raises(ConfigError, match=f"--output {target} "):
+        build_target(model, target)
+
+
+def test_an_earlier_plan_is_replaced(tmp_path: Path) -> None:
+    """What begins like a plan, or is empty, may be written over."""
+    for content in (b"vtrt and more", b""):
+        target = tmp_path / "m.plan"
+        target.write_bytes(content)
+        assert build_target(tmp_path / "m.onnx", target) == target
