@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from batcher.errors import EngineFailure, QueueFull
-from batcher.scheduling import Choice, Group, Hold, Scheduler
+from batcher.scheduling import Choice, Dispatch, Group, Hold, Scheduler
 from batcher.scheduling.request import DONE, NEW, RUNNING, WAITING
 
 from .helpers import (
@@ -237,6 +237,36 @@ def test_group_with_other_rungs() -> None:
 
     assert new is not old
     assert runs(scheduler.poll(0)) == [(0, [in_old]), (1, [in_new])]
+
+
+def test_a_group_can_use_more_rungs() -> None:
+    """Its batches go up to the next rung there is; what waits stays in its queue."""
+    scheduler = make_scheduler(slots=2)
+    group = make_group(scheduler, rungs=(1, 8))
+    for _ in range(3):
+        submit(scheduler, group)
+    (before,) = scheduler.poll(0)
+    scheduler.use_rungs(group.key, (1, 4, 8))
+    for _ in range(3):
+        submit(scheduler, group)
+    (after,) = scheduler.poll(0)
+
+    assert isinstance(before, Dispatch)
+    assert isinstance(after, Dispatch)
+    assert (before.batch.rows, before.batch.rung) == (3, 8)
+    assert (after.batch.rows, after.batch.rung) == (3, 4)
+    assert scheduler.group(group.key, (1, 4, 8)) is group
+
+
+def test_rungs_of_a_group_that_is_gone_or_ends_elsewhere_stay() -> None:
+    """A group that nobody uses is none, and the largest batch stays the largest."""
+    scheduler = make_scheduler()
+    scheduler.use_rungs("nobody", (1, 2))
+    group = make_group(scheduler, rungs=(1, 8))
+
+    scheduler.use_rungs(group.key, (1, 16))
+
+    assert group.rungs == (1, 8)
 
 
 def test_group_vanishes() -> None:
