@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
+import signal
 import sys
 import threading
 import time
@@ -194,15 +195,16 @@ def build(
       batcher serve models
 
     Where there is no GPU, TensorRT for RTX builds all the same; the plan is then not
-    compared with its model. Ctrl-C ends a build, and nothing is written.
+    compared with its model. Ctrl-C or SIGTERM ends a build, and nothing is written.
 
     Exit code: 0; 1 if the plan does not compute what the model does (it is not
-    written); 2 if none was built; 130 after Ctrl-C.
+    written); 2 if none was built; 130 after Ctrl-C or SIGTERM.
     """
     from batcher.serving.building import build_plan, plan_wanted
     from batcher.serving.buildtarget import build_target
     from engines import EngineError
 
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         _check(max_batch, workspace_mb, [*(plugin or ()), *filter(None, [samples])])
         file = config or _model_file(model)
@@ -253,6 +255,8 @@ def build(
     except (BatcherError, EngineError, OSError) as error:
         _say("; ".join(str(error).splitlines()))
         raise typer.Exit(2) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     typer.echo(jsonlib.dumps(result.to_json(file), indent=2) if json else str(result))
     raise typer.Exit(0 if result.passed else 1)
 
@@ -372,6 +376,11 @@ def _progress() -> Iterator[Callable[[str, int, int], object]]:
     finally:
         ended.set()
         thread.join()
+
+
+def _interrupt(*_: object) -> None:
+    """Ends a build as Ctrl-C does, so that nothing is left in temporary folders."""
+    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:

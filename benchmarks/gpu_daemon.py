@@ -7,9 +7,6 @@ line since the start of the process, tells the phases of its start.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -111,7 +108,7 @@ def serving(model: Path, options: Options, folder: Path) -> Iterator[Daemon]:
     Raises:
         DaemonError: it is not ready in time, or ended and so made the block fail.
     """
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{procs.free_port()}"
     if options.unix:
         address = f"unix:{folder / 'grpc.sock'}"
     begun = time.perf_counter()
@@ -152,7 +149,7 @@ def serving(model: Path, options: Options, folder: Path) -> Iterator[Daemon]:
             raise
         raise DaemonError(_failure(process, "ended", log)) from error
     finally:
-        _stop(process)
+        procs.stop(process, _STOP_TIMEOUT_S)
         listener.join(1.0)
 
 
@@ -178,22 +175,3 @@ def _failure(
     how = "after its time" if status is None else f"(exit status {status})"
     tail = "\n    ".join(line for _, line in log[-8:])
     return f"the daemon {what} {how}: {' '.join(map(str, process.args))}\n    {tail}"  # type: ignore[arg-type]
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends the process, then whatever of its tree is still there."""
-    children = procs.tree(process.pid)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_TIMEOUT_S)
-    for pid in children:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -1,17 +1,21 @@
-"""What processes and the machine cost: CPU time, memory, and how fast a core is now.
+"""What processes and the machine cost (CPU time, memory, how fast a core is now), and
+how a process ends.
 
-Reads /proc, so Linux only. Nothing here starts or stops a server.
+Reads /proc, so Linux only. Nothing here starts a server.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _PROC: Final = Path("/proc")
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
@@ -119,3 +123,23 @@ def _stat(path: Path) -> list[str] | None:
 def _cpu(path: Path) -> float:
     fields = _stat(path)
     return (int(fields[11]) + int(fields[12])) * _TICK_S if fields else 0.0
+
+
+def stop(process: subprocess.Popen[Any], timeout_s: float) -> None:
+    """Ends a process, then whatever of its tree is still there."""
+    children = tree(process.pid)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_s)
+    for pid in children:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

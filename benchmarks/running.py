@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import struct
 import subprocess
 import tempfile
@@ -164,7 +162,7 @@ def started(server: Server, work: Work, *, pinned: bool = True) -> Iterator[Runn
         ServerError: it ended, or gave no right answer in time.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder, port = Path(name), _free_port()
+        folder, port = Path(name), procs.free_port()
         launch = server.launch(work, port, folder)
         counts, log = folder / "counts", folder / "log"
         environment = {
@@ -198,7 +196,7 @@ def started(server: Server, work: Work, *, pinned: bool = True) -> Iterator[Runn
             elapsed = round(time.perf_counter() - begun, 2)
             yield replace(running, startup_s=elapsed, answer_bytes=size)
         finally:
-            _stop(process)
+            procs.stop(process, _STOP_TIMEOUT_S)
 
 
 def _wait_ready(
@@ -222,26 +220,7 @@ def _wait_ready(
     raise ServerError(f"{running.server.name}: {failure}\n    {tail}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process, then whatever of its tree is still there."""
-    children = procs.tree(process.pid)
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_TIMEOUT_S)
-    for pid in children:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
 def _call(address: str, method: str, message: bytes) -> bytes:
     with grpc.insecure_channel(address) as channel:
         reply: bytes = channel.unary_unary(method, None, None)(message, timeout=3)
         return reply
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -155,6 +155,11 @@ class Engine(ABC):
     warmed_cells_only: bool = False
     costs_path: Path | None = None
 
+    @property
+    def lost(self) -> str | None:
+        """Why its process has ended, for an engine that lives in one of its own."""
+        return None
+
     @abstractmethod
     def create_context(self) -> ExecutionContext:
         """A new context; several can run at the same time."""

@@ -88,15 +88,6 @@ def _error(status: Any) -> EngineRunError | EngineDeadError:
 # -- devices --------------------------------------------------------------------------
 
 
-def device_count() -> int:
-    """How many GPUs this process sees.
-
-    Raises:
-        EngineRunError: no driver, or one that is too old.
-    """
-    return int(check(runtime().cudaGetDeviceCount()))
-
-
 def use(device: int) -> None:
     """Makes `device` the one that this thread's calls mean."""
     check(runtime().cudaSetDevice(device))
@@ -111,12 +102,6 @@ def memory() -> tuple[int, int]:
     """Free and total bytes of this thread's device."""
     free, total = check(runtime().cudaMemGetInfo())
     return int(free), int(total)
-
-
-def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the driver can run, (0, 0) without a driver."""
-    number = int(check(runtime().cudaDriverGetVersion()))
-    return number // 1000, number % 1000 // 10
 
 
 def stay_near(device: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from batcher.errors import ConfigError
 from batcher.serving.describe import ladder
-from batcher.serving.loader import batch_obstacle
+from batcher.serving.loader import obstacle_of
 from batcher.serving.opening import DEFAULT_MAX_BATCH, plan_options
 from batcher.serving.readying import rung_ladder
 from engines import EngineLoadError
@@ -116,10 +116,7 @@ def plan_wanted(
     if config.fake is not None:
         raise ConfigError(f'{model}: there is nothing to build of engine = "fake"')
     file = onnxfile.read(model)
-    names = config.batch_axis != "first"
-    obstacle = batch_obstacle(file.inputs, file.outputs, names=names)
-    if config.batch_axis == "none":
-        obstacle = 'batch_axis is "none"'
+    obstacle = obstacle_of(config, file.inputs, file.outputs)
     rungs = config.batching.rungs
     if obstacle is None:
         rungs = rungs or rung_ladder(1, config.max_batch or DEFAULT_MAX_BATCH)
@@ -172,6 +169,7 @@ def build_plan(
     if options.build.timing_cache is not None and not tensorrt.timing_cache:
         log.warning("%s keeps no timings: --timing-cache has no effect", tensorrt)
     comparison = None
+    options = dataclasses.replace(options, check=not unchecked)
     # A cache of its own: who asks for a build wants one, and its output elsewhere.
     with tempfile.TemporaryDirectory(prefix="batcher-plan-") as folder:
         made = make_plan(model, options, PlanCache(Path(folder)), gpu=gpu, report=told)

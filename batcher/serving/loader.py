@@ -110,9 +110,7 @@ def _checked(
 ) -> LoadedModel:
     """Loads the model; `opened` is kept up to date with what must be closed."""
     trusted = config.batch_axis == "first"
-    obstacle = batch_obstacle(model.inputs, model.outputs, names=not trusted)
-    if config.batch_axis == "none":
-        obstacle = 'batch_axis is "none"'
+    obstacle = obstacle_of(config, model.inputs, model.outputs)
     _check_wanted(where, config, obstacle)
     batched = obstacle is None
     disproved = False
@@ -214,6 +212,15 @@ def _checked(
         warmed,
         ready.costs,
     )
+
+
+def obstacle_of(
+    config: ModelConfig, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> str | None:
+    """Why a model cannot batch, by its configuration or its file; None when it can."""
+    if config.batch_axis == "none":
+        return 'batch_axis is "none"'
+    return batch_obstacle(inputs, outputs, names=config.batch_axis != "first")
 
 
 def batch_obstacle(

@@ -36,8 +36,8 @@ from batcher.serving.statistics import ModelStatistics
 from engines import Completion, EngineDeadError, EngineLostError, Slot
 
 if TYPE_CHECKING:
-    from batcher.scheduling import Batch
-
+    from batcher.scheduling import Batch, Group
+    from batcher.serving.warming import Warming
 _SLACK_NS: Final = 2_000_000  # transport and daemon may see a deadline this far apart
 
 
@@ -71,6 +71,8 @@ class Model:
         self.wakeup_ns = NEVER
         self.touched = False  # the driver's mark
         self.dead: BaseException | None = None
+        self.warming: Warming | None = None  # of further cells, while it is served
+        self.warm_groups: list[Group] = []  # keeps their costs
         self._budget = budget
         self._status = status
         self._max_answer_bytes = max_answer_bytes
@@ -361,8 +363,7 @@ class Model:
         self._touch(self)
 
     def lose(self) -> None:
-        """Its engine's process has ended: everything that is in the model may be tried
-        again, here once it is back or elsewhere now."""
+        """Its engine's process has ended: all that is in it may be tried again."""
         if self.dead is None:
             text = "its engine has ended, and is started again"
             refusal = ModelNotReady(f"model {self.signature.name!r}: {text}")
@@ -370,21 +371,20 @@ class Model:
             self._give_up(refusal)
 
     def abandon(self, bug: BaseException) -> None:
-        """Answers everything that is in the model with an error, and takes nothing new.
-
-        For a fault of ours in `turn`: nobody is left waiting for an answer.
-        """
-        name = self.signature.name
+        """After a fault of ours in `turn`: nobody is left waiting for an answer."""
+        model = f"model {self.signature.name!r}"
         self.dead = bug
-        self._refusal = ModelNotReady(f"model {name!r} has failed (see the log)")
-        self._give_up(EngineFailure(f"model {name!r}: internal error (see the log)"))
+        self._refusal = ModelNotReady(f"{model} has failed (see the log)")
+        self._give_up(EngineFailure(f"{model}: internal error (see the log)"))
 
     def _give_up(self, error: BatcherError) -> None:
         for request in self.scheduler.abandon():
             self._fail(request, error)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Ends the slots and closes the engines; call it when idle."""
+        """Ends the slots and closes the engines; call it when idle or lost."""
+        if self.warming is not None:
+            self.warming.stop()
         close_all(self.slots, self.engines)
 
     def refused(self) -> None:

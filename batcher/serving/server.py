@@ -100,10 +100,8 @@ class Server:
         self._stop = asyncio.Event()
         self._signal = ""
         self._loads: Future[LoadedModel] | None = None
-        self._warming: list[Warming] = []
         self._host = Host.of(config, self._on_lost)
         self._revival = Revival(self._host, self._overrides, self._revived)
-        self._groups: list[Any] = []  # keeps the warm groups and their costs alive
 
     async def run(self) -> int:
         """Serves until a signal; returns the exit code.
@@ -128,7 +126,7 @@ class Server:
             code = await self._drain()
         finally:
             await self._close()
-        if self._loads is not None and not self._loads.done():
+        if self._revival.loading or not (self._loads is None or self._loads.done()):
             # It cannot be interrupted, and the interpreter would wait for its thread.
             signals.leave(code)
         return code
@@ -255,7 +253,7 @@ class Server:
         )
         if books is not None:
             model.statistics = books
-        self._groups += seed_costs(
+        model.warm_groups = seed_costs(
             loaded,
             lambda tails: model.scheduler.group(tails, model.rungs_of(tails)),
         )
@@ -263,6 +261,9 @@ class Server:
             self._warm_further(loaded, model)
         self._directory.add(model)
         self._service.models_changed()
+        lost = next((e.lost for e in loaded.engines if e.lost is not None), None)
+        if lost is not None:  # since it was loaded, and before it could be found
+            self._on_lost(loaded.signature.name, lost)
 
     def _on_lost(self, name: str, text: str) -> None:
         """An engine's process has ended; on any thread."""
@@ -270,6 +271,8 @@ class Server:
         def lost() -> None:
             for model in self._directory.all():
                 if model.signature.name == name and not self._directory.draining:
+                    if all(engine.lost is None for engine in model.engines):
+                        continue  # it is back already
                     model.lose()
                     self._watchers.set_ready(self._directory.ready)
                     self._revival.begin(model, self._directory.source(name), text)
@@ -288,9 +291,8 @@ class Server:
             with contextlib.suppress(RuntimeError):  # the loop is closed: it is the end
                 self._loop.call_soon_threadsafe(model.use_rung, tails, rung, run_ns)
 
-        warming = Warming(loaded, use, lambda: model.idle)
-        self._warming.append(warming)
-        warming.start()
+        model.warming = Warming(loaded, use, lambda: model.idle)
+        model.warming.start()
 
     def _ready_line(self, seconds: float) -> str:
         addresses = [a for t in self._transports for a in t.addresses]
@@ -347,8 +349,6 @@ class Server:
             for transport in reversed(self._transports):
                 await transport.stop()
             await self._revival.stop()
-            for warming in self._warming:
-                warming.stop()
             for model in self._directory.all():
                 self._driver.forget(model)
                 if model.idle:

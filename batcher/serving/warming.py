@@ -22,6 +22,9 @@ from engines.costs import measure
 log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.002  # between looks whether the model is idle
+_LOOK_LONG_S: Final = 0.2  # between looks whether to stop waiting for a slot
+_STUCK_S: Final = 5.0
+"""What takes longer than this to warm one cell is not waited for."""
 
 
 class Warming:
@@ -65,7 +68,7 @@ class Warming:
         """Ends it after the cell under way; must come before the slots are closed."""
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_STUCK_S)
 
     def _run(self) -> None:
         started = time.monotonic()
@@ -110,6 +113,8 @@ class Warming:
 
     def _measured(self, scouts: Sequence[ExecutionContext], cell: Cell) -> int:
         """How long a run takes, alone on the first device; 0 where nothing says so."""
+        if len(scouts) < len(self._engines):
+            return 0  # which device has one is not known
         costs = measure(self._engines[0], scouts[:1], [cell])
         self._costs += costs
         return costs[0].device_ns + costs[0].host_ns if costs else 0
@@ -151,5 +156,7 @@ class Warming:
         for slot in self._slots:
             slot.warm(cell, then)
         for _ in self._slots:
-            done.acquire()
+            while not done.acquire(timeout=_LOOK_LONG_S):
+                if self._stop.is_set():  # a slot that is closed tells nothing
+                    return EngineDeadError("the slots are closed")
         return next((error for error in errors if error is not None), None)

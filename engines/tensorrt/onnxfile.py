@@ -156,7 +156,7 @@ def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]
 
 
 def _weight_files(path: Path, model: onnx.ModelProto) -> tuple[Path, tuple[Path, ...]]:
-    locations: dict[str, None] = {}
+    ends: dict[str, int] = {}  # how long each file must be
     for tensor in all_tensors(model):
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
@@ -168,13 +168,26 @@ def _weight_files(path: Path, model: onnx.ModelProto) -> tuple[Path, tuple[Path,
                 f"{path}: the weights {tensor.name!r} are said to be in {location!r}, "
                 "which is not below the model's folder; refused"
             )
-        locations[location] = None
+        try:
+            end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+        except ValueError:
+            raise EngineLoadError(
+                f"{path}: where the weights {tensor.name!r} lie is no number; damaged?"
+            ) from None
+        ends[location] = max(end, ends.get(location, 0))
     # Weight files lie beside a link (a Hugging Face cache) or beside its target.
     missing = path.parent
     for folder_of in dict.fromkeys((path, path.resolve())):
-        files = tuple(folder_of.parent / location for location in locations)
+        files = tuple(folder_of.parent / location for location in ends)
         absent = [file for file in files if not file.is_file()]
         if not absent:
+            for file, end in zip(files, ends.values(), strict=True):
+                # TensorRT maps these files: past the end it is a SIGBUS.
+                if (size := file.stat().st_size) < end:
+                    raise EngineLoadError(
+                        f"{path}: its weight file {file} has {size} bytes, and the "
+                        f"model needs {end}: it is cut short; copy it again"
+                    )
             return folder_of, files
         missing = absent[0]
     raise EngineLoadError(f"{path}: its weight file {missing} is missing")

@@ -279,8 +279,11 @@ def test_what_no_network_is_leaves_the_old_plan(tmp_path: Path) -> None:
 # -- how it ends ----------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_a_build_and_leaves_nothing(tmp_path: Path) -> None:
-    """In the middle of a build, SIGINT is exit 130 with one line, and no file."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_build_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """In the middle of a build it is exit 130 with one line, and no file anywhere."""
     models.save(deep(), tmp_path / "deep.onnx")
     running = subprocess.Popen(
         [*COMMAND, "deep.onnx"],
@@ -296,7 +299,7 @@ def test_ctrl_c_ends_a_build_and_leaves_nothing(tmp_path: Path) -> None:
         assert running.poll() is None, running.communicate()
         assert time.monotonic() < deadline
         pause.wait(0.005)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     stdout, stderr = running.communicate(timeout=60)
 
     assert running.returncode == 130

@@ -281,3 +281,10 @@ def value(context: ExecutionContext, first: int, *rest: int) -> Any:
     """The output of a run of these values, as a list."""
     (output,) = context.execute([np.array([first, *rest])], [None])
     return output.tolist()
+
+
+def array(engine: Engine, *values: int) -> Array:
+    """An array of these values in a host buffer."""
+    made = np.frombuffer(engine.host_buffer(8 * len(values)), np.int64)
+    made[:] = values
+    return made

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from process_engines import array
 from process_expecting import FACTS, KILLED, UNEXPECTED, Expecting
 
 from engines import (
@@ -41,13 +42,6 @@ def context(expecting: ProcessEngine) -> Iterator[ProcessContext]:
     made = expecting.create_context()
     yield made
     made.close()
-
-
-def array(engine: ProcessEngine, *values: int) -> Any:
-    """An array of these values in a host buffer."""
-    made = np.frombuffer(engine.host_buffer(8 * len(values)), np.int64)
-    made[:] = values
-    return made
 
 
 def arrays(engine: ProcessEngine, value: int = 7) -> tuple[list[Any], list[Any]]:

@@ -14,7 +14,7 @@ import process_engines as scripts
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from process_engines import Adopting, Scripted, value
+from process_engines import Adopting, Scripted, array, value
 
 import engines
 from engines import (
@@ -57,13 +57,6 @@ def context(scripted: ProcessEngine) -> Iterator[ProcessContext]:
     made = scripted.create_context()
     yield made
     made.close()
-
-
-def array(engine: ProcessEngine, *values: int) -> Any:
-    """An array of these values in a host buffer."""
-    made = np.frombuffer(engine.host_buffer(8 * len(values)), np.int64)
-    made[:] = values
-    return made
 
 
 # -- arrays ---------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import models
 import numpy as np
@@ -93,8 +92,3 @@ def test_types_that_tensorrt_lacks_are_refused_at_load(
     """The text names the tensor and the way out."""
     with pytest.raises(EngineLoadError, match=r"input 'x' has the type .*onnxruntime"):
         make(datatype)
-
-
-def same(actual: Any, expected: Any) -> bool:
-    """Bit for bit."""
-    return contract.same(actual, expected)

@@ -332,3 +332,17 @@ def test_engines_are_opened_on_every_device_or_on_none() -> None:
     with pytest.raises(EngineLoadError, match="device 7 is full"):
         on_each([0, 7, 5], make)
     assert sorted(closed) == [0, 5]
+
+
+def test_slots_that_are_closed_do_not_hold_it(tmp_path: Path) -> None:
+    """A model that is lost while it is warmed can be given up."""
+    model = load_cold(tmp_path)
+    warming = Warming(model, lambda *_: None, lambda: True)
+    for slot in model.slots:
+        slot.close()
+
+    warming.start()
+    warming.stop()
+
+    assert not warming._thread.is_alive()
+    close_all((), model.engines)

@@ -347,6 +347,28 @@ def test_a_missing_weight_file_is_named(tmp_path: Path) -> None:
         built(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ({"offset": 0, "length": 64}, "has 32 bytes, and the model needs 64"),
+        ({"offset": 16, "length": 32}, "has 32 bytes, and the model needs 48"),
+    ],
+)
+def test_weights_that_were_cut_short_are_refused(
+    place: dict[str, int], text: str, tmp_path: Path
+) -> None:
+    """TensorRT maps weight files: reading past the end would end the process."""
+    made = networks.conv()
+    onnx.external_data_helper.set_external_data(
+        made.graph.initializer[0], "weights.bin", **place
+    )
+    path = models.save(made, tmp_path / "model.onnx")
+    (tmp_path / "weights.bin").write_bytes(b"\0" * 32)
+
+    with pytest.raises(EngineLoadError, match=text):
+        onnxfile.read(path)
+
+
 @pytest.mark.parametrize("location", ["../outside.bin", "/etc/passwd", "a/../../b"])
 def test_weights_outside_the_folder_are_refused(location: str, tmp_path: Path) -> None:
     """A model cannot make us read files from elsewhere."""
