@@ -72,8 +72,13 @@ class Waited:
 @pytest.fixture(scope="module")
 def waited(timed: Daemon) -> dict[int, Waited]:
     """All cases of `WAITS`; once more where the machine stood still."""
-    for _ in range(3):
-        waiting = wait_behind_others(timed)
+    for trial in range(3):
+        try:
+            waiting = wait_behind_others(timed)
+        except AssertionError:  # the first requests were late themselves
+            if trial == 2:
+                raise
+            continue
         if all(one.in_time(WAITS[i]) for i, one in waiting.items()):
             break
     return waiting
